@@ -146,7 +146,7 @@ LayerMask = BlockMask | SegmentMask | Tensor  # a tensor is bool [1, T, T]
 
 
 def packed_mask(
-    ends_T: Tensor, positions_T: Tensor, windows: Iterable[int | None] = (None,)
+    ends_T: Tensor, positions_T: Tensor, windows: Iterable[int | None] = (None,), max_path_len: float = math.inf
 ) -> LayerMask | dict[int | None, LayerMask]:
     """Returns the mask of a row for the device of its ends.
 
@@ -154,18 +154,22 @@ def packed_mask(
         ends_T: one past the last index that sees the token.
         positions_T: position of the token in its path.
         windows: distinct windows of the model's layers; None: a layer without window.
+        max_path_len: tokens of the row's longest path. Layers with a larger window share the mask of
+            layers without one.
 
     Returns:
         The mask. If a layer has a window: a mask for each of the windows.
     """
+    # Window of a layer -> window of its mask.
+    effective = {window: None if (window or math.inf) >= max_path_len else window for window in windows}
     masks: dict[int | None, LayerMask] = {}
-    for window in windows:
+    for window in set(effective.values()):
         if ends_T.is_cuda:
             _compile_flex_attention()
             masks[window] = block_mask(pad_ends(ends_T), positions_T, window)
         else:
             masks[window] = segment_mask(ends_T, window)
-    return masks[None] if list(masks) == [None] else masks
+    return masks[None] if [*effective] == [None] else {window: masks[each] for window, each in effective.items()}
 
 
 def padded_length(tokens: int, tile: int, buckets_per_octave: int) -> int:
@@ -336,16 +340,30 @@ def _compile_flex_attention() -> None:
         _flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
-def flex_kernel_options(dtype: torch.dtype, shared_memory: int) -> FlexKernelOptions | None:
+def flex_kernel_options(dtype: torch.dtype, head_dim: int, shared_memory: int) -> FlexKernelOptions | None:
     """Returns the options of FlexAttention's kernels; None: its defaults.
 
     Args:
         dtype: dtype of q, k and v.
+        head_dim: values of a head.
         shared_memory: bytes of shared memory that a block may use on the GPU.
     """
-    # In float32 with heads of 128, the defaults need up to 148,224 bytes, and these tiles 57,344. A
-    # consumer GPU (compute capability 8.6, 8.9, 12.0) has 101,376 bytes.
-    if dtype == torch.float32 and shared_memory < FLOAT32_SHARED_MEMORY:
+    # A consumer GPU (compute capability 8.6, 8.9, 12.0) has 101,376 bytes.
+    if shared_memory >= FLOAT32_SHARED_MEMORY:
+        return None
+    # With heads of 256 (Gemma), the defaults need 147,456 bytes also in bfloat16.
+    if head_dim > 128:
+        return {
+            "BLOCK_M": 32,
+            "BLOCK_N": 32,
+            "BLOCK_M1": 32,
+            "BLOCK_N1": 32,
+            "BLOCK_M2": 32,
+            "BLOCK_N2": 32,
+            "num_stages": 1,
+        }
+    # In float32 with heads of 128, the defaults need up to 148,224 bytes, and these tiles 57,344.
+    if dtype == torch.float32:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1}
     return None
 
@@ -367,7 +385,7 @@ def _block_attention(
     # would be compiled, too.
     T, length = q.shape[2], mask.seq_lengths[0]
     q, k, v = (F.pad(x, (0, 0, 0, length - T)) if length > T else x.contiguous() for x in (q, k, v))
-    options = flex_kernel_options(q.dtype, _shared_memory(q.device)) if q.is_cuda else None
+    options = flex_kernel_options(q.dtype, q.shape[-1], _shared_memory(q.device)) if q.is_cuda else None
     score_mod = None if softcap is None else lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
     out = _flex_attention(q, k, v, score_mod, block_mask=mask, scale=scale, kernel_options=options)
     return out[:, :, :T]

@@ -25,6 +25,8 @@ _DEFAULTS = {
 }
 # model_type of a folder with a vision tower -> model_type and architecture of its text model.
 MULTIMODAL = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
+# Keys that a multimodal folder may have outside of its text_config.
+_SHARED_KEYS = ("quantization_config", "torch_dtype", "dtype", "eos_token_id")
 # For these keys null is a value: no window, no cap.
 _NULLABLE = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
 # Part of a model_type -> why such families are unsupported.
@@ -58,7 +60,8 @@ _VALUE_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), _SIZE
     ),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings", "no_rope_layer_interval"), _SIZE),
-    **dict.fromkeys(("sliding_window", "sliding_window_pattern", "original_max_position_embeddings"), _SIZE),
+    **dict.fromkeys(("sliding_window_pattern", "original_max_position_embeddings"), _SIZE),
+    "sliding_window": (lambda value: type(value) is int and value >= 0, "a whole number, or null"),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "query_pre_attn_scalar"), _NUMBER),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "partial_rotary_factor"), _NUMBER),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), _OBJECT),
@@ -88,7 +91,8 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     if isinstance(kind, str) and kind in MULTIMODAL:
         _require_value_types(config, file)
         kind, architecture = MULTIMODAL[kind]
-        config = {**(config.get("text_config") or {}), "model_type": kind, "architectures": [architecture]}
+        shared = {name: config[name] for name in _SHARED_KEYS if name in config}
+        config = {**shared, **(config.get("text_config") or {}), "model_type": kind, "architectures": [architecture]}
     cause = next((f": {reason}" for part, reason in _UNSUPPORTED_REASONS.items() if part in str(kind)), "")
     if not isinstance(kind, str) or kind not in FAMILIES:
         nearest = closest_match(str(kind), FAMILIES)
@@ -137,6 +141,8 @@ def complete_config(config: HFConfig) -> dict[str, Any]:
     }
     given = {key: value for key, value in _flatten_rope(config).items() if value is not None or key in null}
     full = {**_DEFAULTS, **family.defaults, **given}
+    # As in vLLM, 0 also means no window.
+    full["sliding_window"] = full.get("sliding_window") or None
     full["num_key_value_heads"] = full["num_key_value_heads"] or full["num_attention_heads"]
     full["head_dim"] = full["head_dim"] or full["hidden_size"] // full["num_attention_heads"]
     if full["rope_type"] == "llama3":

@@ -110,7 +110,7 @@ class PackedPolicy:
         try:
             logprobs_L, entropy_L = self.model(
                 row.tokens_T[None],
-                mask=packed_mask(row.ends_T, row.positions_T, self.windows),
+                mask=packed_mask(row.ends_T, row.positions_T, self.windows, row.max_path_len),
                 input_pos=row.positions_T[None],
             )
             if not environment:

@@ -106,6 +106,12 @@ def adapter_spec(
         )
     if not modules:
         return None
+    if hf_model.is_multimodal:
+        raise UsageError(
+            f"model.lora_attn_modules with model_dir={str(hf_model.path)!r}: adapters of multimodal folders are unsupported, "
+            "because PEFT and vLLM would also look for them in the vision tower. Fix: train all weights, or use a folder of "
+            "the text model, such as a checkpoint of a run that trained all weights"
+        )
     for name, module in modules.items():
         # FSDP2 shards an NF4 weight between groups of 256 blocks, which share a second-level scale.
         if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % shards:

@@ -69,7 +69,7 @@ def streamed_logprobs(
     init_rope(model, device)
 
     rows = [row.to(device) for row in rows]
-    masks = [packed_mask(row.ends_T, row.positions_T, windows) for row in rows]
+    masks = [packed_mask(row.ends_T, row.positions_T, windows, row.max_path_len) for row in rows]
     hidden, table_VD = [], None
     for owner, tensors in groupby(weights, key=lambda named: _owner_module(named[0])):
         own = {name.removeprefix(f"{owner}."): tensor.to(device, dtype) for name, tensor in tensors}

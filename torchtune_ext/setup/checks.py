@@ -504,9 +504,10 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
         )
     engine_configs(engine)  # raises for inconsistent settings
     if engine.max_model_len > (longest := max_positions(hf_model)):
+        key = "original_" * (hf_model.config.get("rope_type") in LONGROPE_TYPES) + "max_position_embeddings"
         raise UsageError(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions of the model "
-            f"(max_position_embeddings in {hf_model.path / 'config.json'}). Fix: set engine.max_model_len={longest} or less"
+            f"({key} in {hf_model.path / 'config.json'}). Fix: set engine.max_model_len={longest} or less"
         )
     if model is not None and engine.max_model_len > model.max_seq_len:
         raise UsageError(
@@ -514,12 +515,14 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
             f"model. Fix: set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
     starts_engine = engine.address is None and "kv_cache_dtype" not in engine.extra_args
-    if model is not None and starts_engine and engine.kv_cache_bytes is not None:
-        layer: Any = model.layers[0]
-        attn, itemsize = layer.attn, 4 if engine.dtype == "float32" else 2
+    layers: list[Any] = [] if model is None else [*model.layers]
+    # Of layers with a window, vLLM keeps fewer tokens, by rules of its own.
+    has_windows = any(getattr(layer.attn, "window", None) for layer in layers)
+    if layers and starts_engine and engine.kv_cache_bytes is not None and not has_windows:
+        attn, itemsize = layers[0].attn, 4 if engine.dtype == "float32" else 2
         # Bytes of the keys and values of one token. With fewer heads than GPUs, heads are
         # replicated, so the quotient rounds up.
-        token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * itemsize
+        token = 2 * len(layers) * -(-attn.num_kv_heads // size) * attn.head_dim * itemsize
         block = engine.block_size or CPU_BLOCK_SIZE
         needed = token * block * (-(-engine.max_model_len // block) + 1)
         if engine.kv_cache_bytes < needed:
@@ -536,7 +539,8 @@ def max_positions(hf_model: HFModel) -> float:
     if config.get("rope_type") in LONGROPE_TYPES:
         return config["original_max_position_embeddings"]
     kind = (config.get("rope_parameters") or {}).get("rope_type", "default")
-    scaled = config.get("rope_scaling") or kind != "default"
+    # In Gemma 3, max_position_embeddings includes the scaling.
+    scaled = (config.get("rope_scaling") or kind != "default") and config.get("model_type") != "gemma3_text"
     longest = config.get("max_position_embeddings")
     return longest if isinstance(longest, int) and not scaled else math.inf
 

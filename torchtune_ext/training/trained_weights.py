@@ -38,7 +38,7 @@ from torchtune_ext.policy.lora import (
 )
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import on_cpu
-from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.sampling.types import LORA_RANKS, EngineConfig
 from torchtune_ext.settings.sections import config_section
 from torchtune_ext.training.collectives import all_gather
 from torchtune_ext.training.export import export_adapter, export_model
@@ -262,6 +262,14 @@ class LoRAWeights:
                 "from `model:`. Fix: remove both keys"
             )
         self.publish_mode = self._config.resolve_publish_mode(self.spec.dora, config.dtype)
+        if self.publish_mode == "adapter" and self.spec.max_rank > LORA_RANKS[-1]:
+            if self._config.publish == "adapter":
+                raise UsageError(
+                    f"adapters.publish=adapter: model.lora_rank={self.spec.rank} makes an adapter of rank {self.spec.max_rank} "
+                    f"(fused layers add up); vLLM supports at most {LORA_RANKS[-1]}. Fix: set adapters.publish=merged, or a "
+                    "lower model.lora_rank"
+                )
+            self.publish_mode = "merged"
         if self.publish_mode == "merged":
             return config
         if config.dtype == "float32" and _lora_needs_half():

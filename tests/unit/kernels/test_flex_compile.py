@@ -89,8 +89,13 @@ def test_compiled_layers_share_one_kernel_per_length(dtype, checkpointing, windo
     [("RTX 4090", 101_376, True), ("A100", 166_912, False), ("H100", 232_448, False), ("T4", 65_536, True)],
 )
 def test_flex_options_limit_float32_on_small_shared_memory(gpu, shared_memory, limited):
-    options = flex_kernel_options(torch.float32, shared_memory)
+    options = flex_kernel_options(torch.float32, 128, shared_memory)
     assert options == ({"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1} if limited else None)
-    assert flex_kernel_options(torch.bfloat16, shared_memory) is None
+    assert flex_kernel_options(torch.bfloat16, 128, shared_memory) is None
+    # Gemma's heads of 256 need small tiles in every dtype: 3 x 32 x 256 values fit into 99 KiB.
+    wide = flex_kernel_options(torch.bfloat16, 256, shared_memory)
+    assert wide == flex_kernel_options(torch.float32, 256, shared_memory) and (wide is not None) is limited
+    if wide:
+        assert all(value == 32 for name, value in wide.items() if name.startswith("BLOCK")) and wide["num_stages"] == 1
     if options:
         assert TILE_SIZE % options["BLOCK_M"] == TILE_SIZE % options["BLOCK_N"] == 0

@@ -291,6 +291,15 @@ def test_longrope_beyond_original_length_is_refused(tmp_path):
         from_config(str(tmp_path), max_seq_len=551)
 
 
+def test_window_of_zero_is_no_window(tmp_path):
+    for name in ("mistral", "qwen3"):
+        kind, changes = CASES[name]
+        save(tmp_path, kind, **changes)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 0}))
+        assert {getattr(layer.attn, "window", None) for layer in from_config(str(tmp_path)).layers} == {None}
+
+
 def test_gemma_embeddings_round_their_scale_as_transformers(tmp_path):
     kind, changes = CASES["gemma 3"]
     theirs = save(tmp_path, kind, **changes, hidden_size=72).bfloat16()
@@ -308,8 +317,14 @@ def test_multimodal_folder_trains_only_its_text_model(prefix, vision, tmp_path):
     tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in load_file(file).items()}
     others = {f"{vision}{part}.weight": torch.zeros(3) for part in ("vision_tower.x", "multi_modal_projector.y")}
     save_file(tensors | others, file)
-    config.write_text(json.dumps({"model_type": "gemma3", "text_config": json.loads(config.read_text())}))
+    text = json.loads(config.read_text())
+    del text["dtype"]
+    config.write_text(json.dumps({"model_type": "gemma3", "text_config": text, "dtype": "bfloat16"}))
     source = HFModel(tmp_path)
+    assert source.raw_config["dtype"] == "bfloat16"
+    adapted = from_config(str(tmp_path), lora_attn_modules=["q_proj"])
+    with pytest.raises(ValueError, match="adapters of multimodal folders are unsupported"):
+        lora.adapter_spec(adapted, source, {})
     source.require_fits(from_config(str(tmp_path)))
     (tmp_path / "ours").mkdir()
     export_model(tmp_path / "ours", loaded(tmp_path), source, torch.float32)

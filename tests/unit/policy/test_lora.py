@@ -339,7 +339,8 @@ SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
     [
         ({}, "disk", {}, "publish='disk' is unknown"),
         ({"dora": True}, "adapter", {}, "vLLM does not support DoRA. Fix: set adapters.publish=merged"),
-        ({"rank": 1024}, "adapter", {}, "engine.lora_rank=1024 must be"),
+        ({"rank": 1024}, "adapter", {}, "model.lora_rank=1024 makes an adapter of rank 1024"),
+        ({"rank": 256, "fused": {"qkv_proj": 3}}, "adapter", {}, "model.lora_rank=256 makes an adapter of rank 768"),
         ({}, "adapter", {"lora_rank": 8}, "the recipe sets them from `model:`"),
         ({"dropout": 0.1, "targets": ("lm_head",)}, "merged", {}, "apply_lora_to_output"),
     ],
@@ -348,6 +349,11 @@ def test_lora_unsupported_publish_modes_are_refused_early(changes, way, engine, 
     with pytest.raises(ValueError) as error:
         LoRAWeights(replace(SPEC, **changes), AdapterConfig(publish=way)).configure_engine(EngineConfig(**engine))
     assert message in str(error.value)
+
+
+def test_lora_rank_above_vllm_limit_is_merged():
+    part = LoRAWeights(replace(SPEC, rank=256, fused={"qkv_proj": 3}), AdapterConfig())
+    assert part.configure_engine(EngineConfig()).lora_rank is None and part.publish_mode == "merged"
 
 
 @pytest.mark.parametrize(("gpus", "way"), [(False, "adapter"), (True, "merged")])

@@ -30,6 +30,7 @@ from torchtune_ext.kernels.packed_attention import (
     block_mask,
     dense_mask,
     packed_attention,
+    packed_mask,
     pad_ends,
     segment_mask,
 )
@@ -109,6 +110,16 @@ def test_conversations(row_tokens, aggregation, mask, monkeypatch):
     if mask == "dense":
         monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T, *_: dense_mask(ends_T)[None])
     assert_equal_to_plain(PackedPolicy(model), rows, groups, loss, want, 0.9)
+
+
+def test_window_beyond_longest_path_shares_the_mask():
+    ends_T, positions_T = torch.tensor([5, 3, 3, 5, 5]), torch.tensor([0, 1, 2, 1, 2])
+    shared = packed_mask(ends_T, positions_T, (None, 2, 3), max_path_len=3)
+    assert shared[3] is shared[None] is not shared[2]
+    alone = packed_mask(ends_T, positions_T, (3,), max_path_len=3)
+    qkv = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = packed_attention(*qkv, segment_mask(ends_T, 3), 0.0, True)
+    assert (packed_attention(*qkv, alone, 0.0, True, window=3) - expected).abs().max() < 1e-12
 
 
 @settings(max_examples=40)

@@ -241,6 +241,11 @@ def test_checkpoint_identity_refusal_names_difference(source, tmp_path):
     texts = [manifest.model_signature(source, make_model(source), spec) for spec in (None, low, replace(low, rank=8))]
     assert len(set(texts)) == 3 and "adapter rank=4 alpha=8.0 dropout=0.0 targets=q_proj+v_proj" in texts[1]
 
+    # Adapters of models without fused layers keep the signature that earlier versions wrote.
+    assert "fused" not in texts[1] and "fused" in manifest.model_signature(
+        source, make_model(source), replace(low, fused={"qkv_proj": 2})
+    )
+
     config = json.loads((source.path / "config.json").read_text())
     texts = set()
     for change in ({}, {"transformers_version": "9", "_name_or_path": "x"}, {"rope_theta": 5.0}):
