@@ -22,7 +22,9 @@ its ancestors in the window, C queries and K keys of an SDPA call, S tokens of t
 of the stacks, with padding, H heads, D head width.
 """
 
+import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,10 +124,11 @@ class _Stack:
     # in total. Each is a stack of one segment.
     ancestors: tuple[tuple[int, int], ...]
     num_segments: int  # N
-    # For each SDPA call: its C of the R queries, its K of the A + R keys, and its mask, bool [C, K];
-    # None: causal. All N segments share it: the padding of a shorter segment follows its tokens,
-    # which do not see it.
-    calls: tuple[tuple[slice, slice, Tensor | None], ...]
+    query_sizes: tuple[int, ...]  # queries C of each SDPA call, R in total
+    key_sizes: tuple[int, ...]  # keys of each chunk, A + R in total
+    # For each SDPA call: its chunks of keys, K tokens in total, and its mask, bool [C, K]; None: causal.
+    # All N segments share it: the padding of a shorter segment follows its tokens, which do not see it.
+    calls: tuple[tuple[slice, Tensor | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,29 +230,49 @@ def segment_mask(ends_T: Tensor, window: int | None = None) -> SegmentMask:
             outside = max(0, outside - length)
         for index_NR, valid_NR in _stack_segments(segments):
             num_segments, longest = index_NR.shape
-            calls = tuple(_attention_calls(context, longest, window))
-            stacks.append(_Stack(tuple(in_window), num_segments, calls))
+            query_sizes, key_sizes, calls = _attention_calls(context, longest, window)
+            stacks.append(_Stack(tuple(in_window), num_segments, query_sizes, key_sizes, calls))
             indices.append(index_NR.flatten())
-            results += [index_NR[:, queries].flatten() for queries, _, _ in calls]
-            valid += [valid_NR[:, queries].flatten() for queries, _, _ in calls]
+            results += [part.flatten() for part in index_NR.split(query_sizes, dim=1)]
+            valid += [part.flatten() for part in valid_NR.split(query_sizes, dim=1)]
     result_order_S, valid_S = torch.cat(results), torch.cat(valid)
     inverse_order_T = torch.empty(len(ends), dtype=torch.int64)
     inverse_order_T[result_order_S[valid_S]] = torch.arange(valid_S.numel())[valid_S]
     return SegmentMask(torch.cat(indices), tuple(index.numel() for index in indices), tuple(stacks), inverse_order_T)
 
 
-def _attention_calls(context: int, longest: int, window: int | None) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yields `_Stack.calls` of segments of `longest` tokens after `context` tokens of their ancestors."""
+def _attention_calls(
+    context: int, longest: int, window: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[slice, Tensor | None], ...]]:
+    """Returns `query_sizes`, `key_sizes` and `calls` of a stack.
+
+    Args:
+        context: tokens of the ancestors in the window, A.
+        longest: tokens of the longest segment, R.
+        window: number of keys that a query sees at most, including itself; None: all.
+    """
     if window is None or context + longest <= window:
         mask = torch.ones(longest, context + longest, dtype=torch.bool).tril(context) if context else None
-        yield slice(None), slice(None), mask
-        return
-    for start in range(0, longest, WINDOW_QUERIES):
-        stop = min(start + WINDOW_QUERIES, longest)
-        first = max(0, context + start - window + 1)  # the first key in the window of the first query
-        mask = torch.ones(stop - start, context + stop - first, dtype=torch.bool)
-        diagonal = context + start - first  # the first query as a key
-        yield slice(start, stop), slice(first, context + stop), mask.tril(diagonal).triu(diagonal - window + 1)
+        return (longest,), (context + longest,), ((slice(1), mask),)
+    query_sizes = _chunk_sizes(longest)
+    # The ancestors' chunks end where the segments begin; the first one is shorter.
+    context_sizes = _chunk_sizes(context)[::-1]
+    key_sizes = (*context_sizes, *query_sizes)
+    begins = [0, *itertools.accumulate(key_sizes)]
+    calls = []
+    for last, size in enumerate(query_sizes, len(context_sizes)):
+        # The first chunk with a key in the window of the first query.
+        first = bisect_right(begins, max(0, begins[last] - window + 1)) - 1
+        diagonal = begins[last] - begins[first]  # the first query as a key
+        mask = torch.ones(size, diagonal + size, dtype=torch.bool).tril(diagonal).triu(diagonal - window + 1)
+        calls.append((slice(first, last + 1), mask))
+    return query_sizes, key_sizes, tuple(calls)
+
+
+def _chunk_sizes(length: int) -> tuple[int, ...]:
+    """Returns sizes of `WINDOW_QUERIES`, and of a shorter rest, that add up to a length."""
+    rest = length % WINDOW_QUERIES
+    return (WINDOW_QUERIES,) * (length // WINDOW_QUERIES) + ((rest,) if rest else ())
 
 
 def _stack_segments(segments: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -290,8 +313,17 @@ def _segment_attention(
             )
             for x, stack_x in zip(qkv_stacks[1:], (stack_keys, stack_values), strict=True)
         )
-        for of_queries, of_keys, call_mask in stack.calls:
-            call_qkv = queries[:, :, of_queries], keys[:, :, of_keys], values[:, :, of_keys]
+        # As above, each tensor is split once, because the backward of a slice per call would be quadratic.
+        query_parts, key_parts, value_parts = (
+            x.split(sizes, dim=2) if len(sizes) > 1 else (x,)
+            for x, sizes in ((queries, stack.query_sizes), (keys, stack.key_sizes), (values, stack.key_sizes))
+        )
+        for query, (chunks, call_mask) in zip(query_parts, stack.calls, strict=True):
+            key, value = (
+                torch.cat(parts[chunks], dim=2) if len(stack.key_sizes) > 1 else parts[0]
+                for parts in (key_parts, value_parts)
+            )
+            call_qkv = query, key, value
             if softcap is None:
                 out = F.scaled_dot_product_attention(
                     *call_qkv, attn_mask=call_mask, is_causal=call_mask is None, scale=scale

@@ -49,7 +49,7 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-def block_masks(ends_T, positions_T, windows):
+def block_masks(ends_T, positions_T, windows, _):
     masks = {window: block_mask(pad_ends(ends_T), positions_T, window) for window in windows}
     return masks if len(masks) > 1 else masks[None]
 
