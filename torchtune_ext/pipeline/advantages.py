@@ -91,8 +91,8 @@ class AdvantageConfig:
         default=0.0,
         ge=0,
         le=1,
-        description="adds length_coef x (mean length - own length) / maximum length to the advantages of a group's right "
-        "answers (reward >= 1)",
+        description="adds length_coef x (mean length - own length) / maximum length to the advantages of right answers "
+        "(reward >= 1), mean and maximum over those of the group",
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
         default="keep", description="truncated samples: keep, mask (count in the baseline only), or penalize"
