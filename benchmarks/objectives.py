@@ -43,7 +43,7 @@ import objectives_report
 import objectives_stale
 from objectives_report import Run
 
-PARTS = "advantage.parts={accuracy:1.0,failed:-0.5}"
+PARTS = "advantage.parts.accuracy=1.0", "advantage.parts.failed=-0.5"
 METHODS = {
     "grpo": ("preset=grpo",),
     "clip_higher": ("preset=clip_higher",),
@@ -57,8 +57,8 @@ METHODS = {
     "length 0.3": ("preset=grpo", "advantage.length_coef=0.3"),
     "maxrl": ("preset=maxrl",),
     # The parts of gdpo as a weighted sum, and as in its paper.
-    "parts": ("preset=grpo", PARTS),
-    "gdpo": ("preset=gdpo", PARTS),
+    "parts": ("preset=grpo", *PARTS),
+    "gdpo": ("preset=gdpo", *PARTS),
 }
 DISTINCT_ON_POLICY = ("grpo", "dapo", "cispo", "dr_grpo", "length 0.3", "maxrl", "parts", "gdpo")
 # Folder -> key=value. Each warm-up continues from the model of the previous one.

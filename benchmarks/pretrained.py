@@ -48,7 +48,7 @@ ARMS = {  # seeds, recipe and settings
     "staleness 1": (2, "grpo_async", "staleness=1 preset=decoupled_ppo"),
     "fp8_rollout": (2, "grpo_full", "precision=fp8_rollout"),
     "fp8_unified": (2, "grpo_full", "precision=fp8_unified"),
-    "gdpo": (3, "grpo_full", "preset=gdpo advantage.parts={solved:1.0,credit:1.0}"),
+    "gdpo": (3, "grpo_full", "preset=gdpo advantage.parts.solved=1.0 advantage.parts.credit=1.0"),
     "maxrl": (3, "grpo_full", "preset=maxrl"),
     "self_distill": (3, "grpo_full", "preset=self_distill teacher.prompt=pretrained.with_solution"),
 }
