@@ -38,6 +38,9 @@ COLORS = {  # Okabe and Ito's color-blind safe palette
     "cispo": "#009E73",
     "dr_grpo": "#8C564B",
     "length 0.3": "#999999",
+    "maxrl": "#7F3C8D",
+    "parts": "#A5AA99",
+    "gdpo": "#3969AC",
 }
 
 
