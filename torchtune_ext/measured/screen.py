@@ -131,7 +131,7 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
         if match := pattern.search(_LINE_CONTINUATION.sub("", source)):
             line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
             return f"line {line}: {what}"
-    # The text has expanded macros. Only the candidate's lines are read, not those of headers.
+    # The text has expanded macros. Only the candidate's lines are read, without the headers.
     text = candidate_text(preprocessed)
     if (length := sum(map(len, text.lines))) > MAX_TEXT_CHARS:
         return f"its macros expand to {length} characters; at most {MAX_TEXT_CHARS} are read"

@@ -92,7 +92,7 @@ class AdvantageConfig:
         ge=0,
         le=1,
         description="adds length_coef x (mean length - own length) / maximum length to the advantages of right answers "
-        "(reward >= 1), mean and maximum over those of the group",
+        "(reward >= 1), mean and maximum over the group's right answers",
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
         default="keep", description="truncated samples: keep, mask (count in the baseline only), or penalize"

@@ -47,8 +47,8 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     Raises:
         UsageError: a setting is invalid, the component is not an optimizer, or its step fails.
     """
-    # Some optimizers accept only matrices, so the dims are those of trained parameters. On the CPU,
-    # because an engine on the same GPU measures the free GPU memory later.
+    # Some optimizers accept only matrices, so parameters with these dims are tried. They are on
+    # the CPU, because an engine on the same GPU measures the free GPU memory later.
     params = [nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)]
     optimizer = make(params=params)
     if not hasattr(optimizer, "param_groups"):

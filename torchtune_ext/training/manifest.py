@@ -205,7 +205,7 @@ def model_signature(hf_model: HFModel, model: nn.Module, adapter: AdapterSpec | 
     config = {
         name: value for name, value in hf_model.raw_config.items() if name[0] != "_" and name not in _NON_MODEL_KEYS
     }
-    # Without fused layers, the signature is that of versions without this setting.
+    # Empty settings are omitted, so that checkpoints of versions without `fused` still fit.
     settings = {name: value for name, value in asdict(adapter).items() if value != {}} if adapter is not None else {}
     whole = json.dumps([config, saved, settings], sort_keys=True)
     values = sum(torch.Size(shape[1:]).numel() for shape in saved.values())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers import small_sweeps
-from torchtune_ext.sweep.runner import OUTPUT_FILE, SweepFolder
+from torchtune_ext.sweep.runner import OUTPUT_FILE, SweepFolder, failure_cause, latest_step
 from torchtune_ext.sweep.spec import read_sweep
 from torchtune_ext.telemetry.progress import ProgressBar
 
@@ -76,6 +76,24 @@ def test_sweep_prints_step_and_time_of_silent_runs(tmp_path, capsys, monkeypatch
     lines = capsys.readouterr().err.splitlines()
     steps = [int(re.fullmatch(r"run_01: step (\d) after \d+ s", line)[1]) for line in lines]
     assert steps == sorted(steps) and len(set(steps)) > 1, lines
+
+
+@pytest.mark.parametrize(
+    "text, step",
+    [(None, 0), ("", 0), ('{"step": 3}\n', 3), ('{"step": 3}\n{"step": 4', 3), ('{"loss": 1}\n', 0), ("[1]\n{\n", 0)],
+)
+def test_latest_step_ignores_unfinished_or_damaged_lines(text, step, tmp_path):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert latest_step(tmp_path / "metrics.jsonl") == step
+
+
+def test_failure_cause_is_not_a_line_of_elapsed_time(tmp_path):
+    output = tmp_path / "output.log"
+    output.write_text("engine: starting\nstart: not ready after 30 s\nsample: 3 of 9 samples after 60 s, 5 tok/s\n")
+    assert failure_cause(output, -9) == "engine: starting (killed by SIGKILL)"
+    output.write_text("start: not ready after 30 s\n")
+    assert failure_cause(output, 1) == "start: not ready after 30 s (status 1)"
 
 
 def test_a_run_that_fails_is_a_result(tmp_path, capsys):
