@@ -88,7 +88,7 @@ def test_latest_step_ignores_unfinished_or_damaged_lines(text, step, tmp_path):
     assert latest_step(tmp_path / "metrics.jsonl") == step
 
 
-def test_failure_cause_is_not_a_line_of_elapsed_time(tmp_path):
+def test_cause_is_not_a_line_of_time(tmp_path):
     output = tmp_path / "output.log"
     output.write_text("engine: starting\nstart: not ready after 30 s\nsample: 3 of 9 samples after 60 s, 5 tok/s\n")
     assert failure_cause(output, -9) == "engine: starting (killed by SIGKILL)"
