@@ -72,7 +72,10 @@ class Talks:
         policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, timeout=600)
         messages, tokens = list(problem.messages), 0
         for _ in range(RESPONSES):
-            response = policy.chat.completions.create(model=client.model, messages=messages, max_tokens=MAX_TOKENS)
+            # Training needs the log-probs; our endpoint always records them.
+            response = policy.chat.completions.create(
+                model=client.model, messages=messages, max_tokens=MAX_TOKENS, logprobs=True
+            )
             (choice,), tokens = response.choices, tokens + response.usage.completion_tokens
             if choice.finish_reason != "stop":
                 break
