@@ -87,7 +87,7 @@ dist: $(DIST_TOOLS)
 
 install: $(STAMP)
 
-# Done again when a requirement changes. `pip check` complains in every variant (see docs/getting_started/installation.md) and is not asked.
+# Done again when a requirement changes. `pip check` complains on a CPU (see docs/getting_started/installation.md) and is not asked.
 $(STAMP): setup.cfg setup.py pyproject.toml $(REQUIREMENTS)
 	VENV="$(VENV)" PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" scripts/install.sh
 	touch "$@"

@@ -65,7 +65,9 @@ class EngineConfig:
     )
     max_model_len: int = Field(default=4096, ge=1, description="maximum tokens of prompt + completion")
     kv_cache_bytes: int | None = Field(
-        default=None, ge=1, description="KV cache of each replica; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
+        default=None,
+        ge=1,
+        description="KV cache of each replica, on each of its GPUs; null: 1 GiB on CPU, gpu_memory_utilization on GPU",
     )
     gpu_memory_utilization: float = Field(
         default=0.85,
@@ -210,7 +212,8 @@ class SamplingConfig:
         description="a completion ends with, and contains, the first of these; empty: the model's EOS tokens",
     )
     seed: int | None = Field(
-        default=None, description="base seed, combined with group and sample index; null: derived from the run's `seed`"
+        default=None,
+        description="only for evaluation: base seed, combined with group and sample index; null: from the run's `seed`",
     )
     early_stop_logprob: float | None = Field(
         default=None,
