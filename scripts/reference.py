@@ -254,7 +254,7 @@ def metrics_page() -> Iterator[str]:
         "This page lists the metrics that recipes write to `metrics.jsonl` and to the sinks of `logging`.",
         "Use it to find out what a chart of the report shows, and which value needs an investigation.",
         "", "```", "torchtune-ext report RUN", "```", "",
-        "Not every run has every metric.",
+        "Not every run has every metric, and a task may add others.",
         "A word in angle brackets stands for several names:", "",
         "- `<part>` and `<term>`: names that your task and your loss return.",
         f"- `<place>`: position of a token in its completion: {codes(bucket_names('', POSITION_EDGES))}.",
@@ -262,7 +262,8 @@ def metrics_page() -> Iterator[str]:
         "- `<versions>`: staleness of a group, from 0 to `staleness`.",
         f"- `<ending>`: ending of a conversation: {codes(FINISH_REASONS)}.",
         "- `<outcome>` and `<stage>`: outcomes and curriculum of [measured programs](../how_to/measured_programs.md).",
-        "- `<level>`: level of a task that selects its problems; `<n>`: samples per held-out problem.", "",
+        "- `<level>`: level of `NearLevel`, or without levels `settled`, the fraction of problems at the lowest weight.",
+        "- `<n>`: samples per held-out problem.", "",
         "[Tracking](../how_to/tracking.md) explains the report and the sinks.",
     )  # fmt: skip
     section, rows = "", []
@@ -280,7 +281,7 @@ def metrics_page() -> Iterator[str]:
     yield from (
         "## Notes", "",
         "- Rank 0 measures the time; a phase ends when the GPU has finished its work.",
-        "- `speed/sampled_tokens_s` divides by `time/sample/generate`, with `staleness` above 0 by `time/step`.",
+        "- `speed/sampled_tokens_s` divides by `time/sample/generate`, with `prefetch_steps` above 0 by `time/step`.",
         "- `time/wait_for_rollouts` is the sum of `time/sample/generate` and `time/sample/grade`.",
         "- `canary/update_applied` and `canary/adapter_applied` have no value while the change is below four times the noise.",
         "- An SFT warm-up writes those metrics of `loss/`, `optim/`, `pack/`, `time/`, `speed/` and `memory/` that it has.",

@@ -203,7 +203,7 @@ def _mismatch_findings(
     share = last.get("mismatch/ess", 1.0)
     if share < _MIN_ESS:
         texts.append(f"The importance weights reduce the effective sample size to {share:.0%} of the tokens.")
-    for name, what in (("canary/update_applied", "the last update"), ("canary/adapter_applied", "the adapter")):
+    for name, what in (("canary/update_applied", "the last step"), ("canary/adapter_applied", "the adapter")):
         effect = last.get(name, 1.0)
         if abs(effect - 1) > _MAX_EFFECT_ERROR:
             texts.append(f"The engine reproduces {effect:.0%} of the log-prob change of {what}.")

@@ -96,7 +96,7 @@ PANELS = (
         Metric("episode/no_response", "episodes", "episodes whose agent got no trained response; not trained on",
                "above 0"),)),
     Panel("Learning", "Tokens read in a conversation", unit="int", zero=True, metrics=(
-        Metric("episode/read_tokens", "read", "mean environment tokens of a conversation, masked from the loss"),)),
+        Metric("episode/read_tokens", "read", "mean tokens of a conversation that were not sampled"),)),
     Panel("Learning", "Endings of conversations", unit="percent", style="stack", zero=True, order=FINISH_REASONS,
           colors=(3, 7, 2, 4, 6, 1, 5, 1, 5), metrics=(
         Metric("episode/<ending>", "", "fraction of conversations with this ending",
@@ -106,10 +106,10 @@ PANELS = (
         Metric("groups/no_signal", "zero variance", "zero-variance groups: all advantages zero",
                "more than half of the groups"))),
     Panel("Learning", "Groups with different rewards, by level", unit="percent", zero=True, uses_latest=True, metrics=(
-        Metric("selection/<level>", "", "fraction of a level's latest groups whose rewards differ"),)),
+        Metric("selection/<level>", "", "moving average of a level's groups whose rewards differ"),)),
     Panel("Learning", "Grading failures", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/infra_failed", "failed", "samples whose grader or environment failed, not trained on", "above 0"),
-        Metric("groups/timed_out", "timed out", "samples whose grader reached its deadline",
+        Metric("groups/timed_out", "timed out", "samples whose grading timed out (shipped graders: or crashed)",
                "it grows: the policy finds texts that hang the grader"))),
     Panel("Learning", "Turns without a comparison", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/lone_turns", "turns", "turns that only one conversation of a group reached",
@@ -175,7 +175,7 @@ PANELS = (
     Panel("Policy change", "Clip fraction by staleness", unit="percent", zero=True, hide_if_zero=True, metrics=(
         Metric("loss/clip_fraction_staleness_<bucket>", "", "`loss/clip_fraction` by staleness", "one bucket stands out"),)),
     Panel("Policy change", "Masked", unit="percent", zero=True, hide_if_zero=True,
-          note="Fraction of tokens that the importance weights mask; by position and staleness.", metrics=(
+          note="Fraction of masked tokens; by position and staleness.", metrics=(
         Metric("loss/masked_fraction", "masked", "fraction of tokens masked by importance weights or `off_policy_mask`",
                "above 0.05"),
         Metric("loss/masked_fraction_at_<place>", "at ", "`loss/masked_fraction` by position", "one bucket stands out"),
@@ -206,11 +206,11 @@ PANELS = (
                "below 0.9"),)),
     Panel("Trainer/engine mismatch", "Canary", scale="log",
           note="|Δ log-prob| on samples of fixed prompts after each weight sync.", metrics=(
-        Metric("canary/mean_abs", "mean", "mean absolute log-prob difference on fixed prompts",
+        Metric("canary/mean_abs", "mean", "mean absolute log-prob difference on fixed prompts, worst replica",
                "it jumps: the engine has other weights"),
         Metric("canary/limit", "limit", "`max_mismatch`, or its value with `auto`, without the margin for chance"))),
     Panel("Trainer/engine mismatch", "Updates that the engine reproduces", baseline=1.0, metrics=(
-        Metric("canary/update_applied", "update", "fraction of the last update's log-prob change that the engine reproduces",
+        Metric("canary/update_applied", "update", "fraction of the last step's log-prob change that the engine reproduces",
                "far from 1; below 0.5 the run stops"),
         Metric("canary/adapter_applied", "adapter", "fraction of the adapter's log-prob change that the engine reproduces",
                "far from 1; below 0.5 the run stops"))),
@@ -271,10 +271,10 @@ PANELS = (
         Metric("time/save/hash", "checksums", "checksums, while the disk writes"))),
     Panel("Speed", "Throughput", unit="tok/s", zero=True, metrics=(
         Metric("speed/sampled_tokens_s", "sampled", "sampled tokens per second of generation (asynchronous: of the step)"),
-        Metric("speed/trained_tokens_s", "trained", "packed tokens (`pack/tokens`) per second of `time/train`"))),
+        Metric("speed/trained_tokens_s", "trained", "packed tokens (`pack/tokens` x iterations) per second of `time/train`"))),
     Panel("Speed", "Tokens of a step", unit="int", zero=True, metrics=(
         Metric("length/tokens", "sampled", "sampled tokens of the step"),
-        Metric("pack/tokens", "packed", "tokens in the packed rows, prompts once"),
+        Metric("pack/tokens", "packed", "tokens in the packed rows, a prompt once per row"),
         Metric("pack/labels", "trained on", "tokens trained on"))),
     Panel("Speed", "Token reduction by shared prompts (ρ)", baseline=1.0, metrics=(
         Metric("pack/rho", "ρ", "tokens without prompt sharing over tokens with it", "near 1: sharing saves nothing"),)),
@@ -283,15 +283,15 @@ PANELS = (
     Panel("Speed", "Rows", unit="int", zero=True, metrics=(Metric("pack/rows", "rows", "packed rows that hold labels"),)),
     Panel("Machine", "Engine caches", unit="percent", zero=True, uses_latest=True, metrics=(
         Metric("engine/prefix_hit_rate", "prefix hits", "fraction of prompt tokens found in the prefix cache"),
-        Metric("engine/kv_max", "KV peak", "peak use of the KV cache since the run began"))),
+        Metric("engine/kv_max", "KV peak", "peak use of the KV cache since the last start"))),
     Panel("Machine", "Requests in flight", unit="int", zero=True, uses_latest=True, metrics=(
         Metric("engine/concurrency", "limit", "limit of requests in flight, set by the throttle"),)),
     Panel("Machine", "Preemptions and restarts", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
-        Metric("engine/preemptions", "preemptions", "requests preempted since the run began", "it keeps growing"),
-        Metric("engines/restarts", "restarts", "engine restarts since the run began", "it keeps growing"))),
+        Metric("engine/preemptions", "preemptions", "requests preempted since the last start", "it keeps growing"),
+        Metric("engines/restarts", "restarts", "replica restarts since the last start", "it keeps growing"))),
     Panel("Machine", "Engines", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
-        Metric("engines/healthy", "healthy", "engines that generate now", "fewer than you started"),
-        Metric("engines/retired", "retired", "engines retired after repeated failures", "above 0"))),
+        Metric("engines/healthy", "healthy", "replicas that generate now", "fewer than you started"),
+        Metric("engines/retired", "retired", "replicas retired after repeated failures", "above 0"))),
     Panel("Machine", "Weight sync size", unit="bytes", zero=True, metrics=(
         Metric("publish/bytes", "bytes", "size of a weight sync"),)),
     Panel("Machine", "Memory", unit="gib", zero=True, uses_latest=True, metrics=(

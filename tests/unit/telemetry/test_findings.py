@@ -68,7 +68,7 @@ def test_findings_of_healthy_run_are_empty():
         ({"mismatch/ess": 0.89}, "89% of the tokens", "Trainer/engine mismatch"),
         (
             {"canary/update_applied": 0.1},
-            "reproduces 10% of the log-prob change of the last update",
+            "reproduces 10% of the log-prob change of the last step",
             "Trainer/engine mismatch",
         ),
         (
