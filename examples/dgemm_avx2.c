@@ -1,5 +1,5 @@
 /* A tile of 4 x 8 sums stays in registers while a whole row of A meets a whole column block of B: two loads of B serve eight
-   multiply-adds. Where the processor has no AVX2, and at the edges, a plain loop computes what remains. */
+   multiply-adds. Where the processor lacks AVX2 or FMA, and at the edges, a plain loop computes what remains. */
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif

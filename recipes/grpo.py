@@ -86,7 +86,7 @@ class Config:
         default=config_sections.GraderConfig(), description="grader processes and their time limit"
     )
     agent: config_sections.AgentConfig = Field(
-        default=config_sections.AgentConfig(), description="time limits of a task's agents"
+        default=config_sections.AgentConfig(), description="settings of a task's agents"
     )
     preset: str | None = Field(
         default="grpo", description="published method: its loss, advantage, aggregation, ...; your keys override it"

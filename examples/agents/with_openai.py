@@ -2,7 +2,8 @@
 
     tune run grpo_full --config my.yaml task.grader=null task.agent=with_openai.run
 
-All agents of this folder answer the same questions, such as "What is 482 * 731?", with the same tool.
+All agents of this folder but with_verifiers.py answer the same questions, such as "What is 482 * 731?", with the
+same tool.
 """
 
 import json

@@ -31,8 +31,8 @@ class ChatTokenizer:
 
     Args:
         path: a Hugging Face model directory. Nothing is downloaded.
-        template: None for the template of the directory, "chatml" for the built-in template, the
-            path of a Jinja file, or the Jinja text itself.
+        template: None for the template of the directory, the name of one of its templates, "chatml"
+            for the built-in template, the path of a Jinja file, or the Jinja text itself.
         template_options: more variables of the template, for example {"enable_thinking": False}.
         history: the context of a later turn. "sampled": everything sampled before it, thoughts
             included. "template": the part of older turns that the template keeps (`context_ids`).

@@ -24,8 +24,8 @@ from torchtune_ext.tasks.task import Environment, EnvironmentReply, EpisodeTask,
 # "context_overflow"    the environment's reply and another turn exceed engine.max_model_len
 # "early_stop"          sampling.early_stop_logprob stopped a turn; not passed to the environment
 # "step_timeout"        the environment exceeded its deadline; the episode is not trained on
-# "environment_failed"  the environment raised, crashed, or returned another type than
-#                       `EnvironmentReply`; the episode is not trained on
+# "environment_failed"  the environment raised, crashed, or returned an invalid reply; the episode is
+#                       not trained on
 # "agent_timeout"       an agent exceeded agent.timeout_s (agents.py)
 # "agent_failed"        an agent raised, crashed, or returned neither a number nor a Score
 FINISH_REASONS = (

@@ -17,7 +17,7 @@ MAX_NOTE_CHARS = 2000
 class Ungraded:
     """The reason why a text has no `Score`. The text is not trained on and not in the baseline."""
 
-    # "infra_failed": the grader raised, crashed, or returned neither a number nor a Score;
+    # "infra_failed": the grader raised, crashed, or returned neither a finite number nor a valid Score;
     # "timed_out": a user's grader (on a stalled machine, any grader) was killed at its deadline;
     # "noisy": other load on the machine disturbed the measurement of a correct program's speed.
     kind: str

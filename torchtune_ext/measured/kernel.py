@@ -69,7 +69,7 @@ class Kernel(Protocol):
         ...
 
     def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
-        """Returns an error bound of the float64 result that holds for every order of operations."""
+        """Returns an error bound of the float64 result that holds for every order of additions."""
         ...
 
 

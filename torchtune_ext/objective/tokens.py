@@ -23,7 +23,7 @@ class Tokens:
     behavior_logprobs_L: Tensor
     # Log-probs under the reference policy. None if no KL term needs them.
     ref_logprobs_L: Tensor | None
-    # The advantage of the label's completion or turn, float32.
+    # The advantage of the label's completion, or with `credit: turn` of its turn, float32.
     advantages_L: Tensor
     # The policy version that sampled the label, int32.
     versions_L: Tensor

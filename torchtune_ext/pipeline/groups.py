@@ -18,14 +18,15 @@ class Sample:
     """One completion of a prompt, with its outcome and its advantage."""
 
     completion: Completion  # sampled by the engine, or the target of a supervised sample
-    # The decoded completion. If the prompt ends with an open "<think>", the text starts with it.
+    # The decoded completion; of an episode, its messages after their roles. If the prompt ends with
+    # an open "<think>", the completion starts with it.
     text: str = ""
     outcome: Outcome | None = None  # the result of grading; None if the sample was not graded
     advantage: float = 0.0  # set by `assign_advantages`
     in_loss: bool = False  # False: the sample is stored, but not packed
     teacher_logprobs: np.ndarray | None = None  # [R] float32, nats; None without a teacher
     messages: tuple[Message, ...] = ()  # the messages after the prompt; empty for a single turn
-    turn_rewards: tuple[float, ...] = ()  # the environment's reward for each answered turn
+    turn_rewards: tuple[float, ...] = ()  # for each answered turn, of an agent for each response
     turn_advantages: tuple[float, ...] = ()  # with `credit: turn`; `advantage` is their mean
 
     @property

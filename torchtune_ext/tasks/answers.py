@@ -4,7 +4,7 @@ Only the text after the last `</think>` is read. The first rule that finds an an
 
 1. The last \boxed{...} or \fbox{...}, with the other boxes of its sentence as one list.
 2. With `brackets`, the last [...].
-3. `#### 72` in the last line, as in GSM8K.
+3. `#### 72` in the last line with a digit, as in GSM8K.
 4. The last "answer is ..." or "Answer: ...".
 5. With `unmarked: last_number`, the value at the end of the last `TAIL_CHARS` characters: "2, 3 or
    5" is one list.
@@ -360,7 +360,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 class MathGrader:
-    r"""Grades a text against a reference answer: reward 1.0 for a right answer, else 0.0.
+    r"""Grades a text against a reference answer: reward 1.0 or 0.0, unless `format_reward` is set.
 
     Parts of the score:
         accuracy: 1.0 for a right answer.

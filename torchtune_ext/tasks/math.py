@@ -48,7 +48,8 @@ DATASETS = {
 class Math(QuestionTask):
     r"""A task of mathematics. The reward is 1 for the right answer, else 0.
 
-    This is the accuracy reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
+    This is the accuracy reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2). `format_reward` and
+    `grader` change it.
 
     Args:
         dataset: a public dataset: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024,

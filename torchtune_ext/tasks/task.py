@@ -177,8 +177,8 @@ class Task(Protocol):
     `grade_group(problem, texts) -> list[float | Score]`. It grades all samples of a problem in one
     call and returns one value per text, in order.
 
-    If a task of this package sets `checks_reference_answers = True`, each problem is checked before
-    its texts are graded: its solution must get a higher reward than a wrong text.
+    If a task of this package sets `checks_reference_answers = True`, problems are checked before
+    their use: a solution must get a higher reward than a wrong text.
     """
 
     def __len__(self) -> int: ...
@@ -235,7 +235,7 @@ class EnvironmentReply:
     done: bool = False  # True: the episode ends
     # As in `Score`; later turns overwrite equal names.
     parts: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""  # as in `Score`; the last turn's note is kept
+    note: str = ""  # as in `Score`; the last one that is not empty is kept
 
 
 class Environment(Protocol):
@@ -334,6 +334,6 @@ class AdaptiveTask(Task, Protocol):
 
 def strip_thinking(text: str) -> str:
     """Returns the text after the last closed thought, or "" if a thought is still open."""
-    # Every grader reads texts by this rule. A text without a thought is the answer as a whole.
+    # Every grader of this package reads texts by this rule. A text without a thought is the answer as a whole.
     rest = text.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest

@@ -109,7 +109,7 @@ PANELS = (
         Metric("selection/<level>", "", "moving average of a level's groups whose rewards differ"),)),
     Panel("Learning", "Grading failures", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/infra_failed", "failed", "samples whose grader or environment failed, not trained on", "above 0"),
-        Metric("groups/timed_out", "timed out", "samples whose grading timed out (shipped graders: or crashed)",
+        Metric("groups/timed_out", "timed out", "samples whose grader, environment or agent timed out or (grader) crashed",
                "it grows: the policy finds texts that hang the grader"))),
     Panel("Learning", "Turns without a comparison", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/lone_turns", "turns", "turns that only one conversation of a group reached",
@@ -123,7 +123,7 @@ PANELS = (
     Panel("Measured speed", "GFLOPS", zero=True, metrics=(
         Metric("reward/gflops", "GFLOPS", "mean GFLOPS of correct programs"),)),
     Panel("Measured speed", "Fraction of the peak", unit="percent", zero=True, metrics=(
-        Metric("reward/peak_share", "fraction", "correct programs' mean fraction of the timed cores' measured peak"),)),
+        Metric("reward/peak_share", "fraction", "correct programs' mean fraction of the timed cores' measured roofline"),)),
     Panel("Measured speed", "Width of the intervals", unit="percent", zero=True, metrics=(
         Metric("reward/spread", "± seconds", "half of the time's relative 95% interval",
                "above 0.05: noisy machine or short calls"),
