@@ -10,8 +10,8 @@ from chaos_task import note
 class AdamW(torch.optim.AdamW):
     def step(self, closure=None):
         result = super().step(closure)
-        # torch's checkpoint loading makes a step of size 0, and the check of the settings a step on a few values.
-        values = sum(param.numel() for group in self.param_groups for param in group["params"])
-        if any(group["lr"] for group in self.param_groups) and values > 100:
+        # torch's checkpoint loading makes a step of size 0, and the checks of the settings steps on one or two tensors.
+        tensors = sum(len(group["params"]) for group in self.param_groups)
+        if any(group["lr"] for group in self.param_groups) and tensors > 10:
             note("update")
         return result
