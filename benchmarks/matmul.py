@@ -4,7 +4,7 @@ python benchmarks/matmul.py --out runs/matmul --seeds 3                         
 python benchmarks/matmul.py --out runs/matmul --compare sqd none --seeds 5        # a staged curriculum against none
 python benchmarks/matmul.py --out runs/matmul --compare sqd log_speedup none --seeds 5   # and one reward against the other
 
-`none` is the unchanged config: all techniques from the beginning, rewarded by the fraction of the measured peak. Each variant
+`none` is the unchanged config: all techniques from the beginning, rewarded by the fraction of the roofline. Each variant
 is compared with the last named variant.
 
 A maximum of noisy measurements is biased upwards. So the printed speeds are measured again after the runs of a seed: the

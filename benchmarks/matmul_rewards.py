@@ -1,6 +1,6 @@
 """Rewards after normalization by group: the published tiers against the tiers of measured/matmul.
 
-    python benchmarks/matmul_rewards.py --out docs/matmul_rewards.png
+    python benchmarks/matmul_rewards.py --out docs/how_to/matmul_rewards.png
 
 Nothing is trained or timed. Two groups of 16 programs are graded by each kind of reward (measured/matmul/rewards.py) and get
 advantages as in a run of `preset: grpo` (pipeline/advantages.py: reward minus group mean, over the group's standard deviation).
@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="path of the plot, for instance docs/matmul_rewards.png")
+    parser.add_argument("--out", type=Path, help="path of the plot, for instance docs/how_to/matmul_rewards.png")
     args = parser.parse_args()
     print(f"Naive program {NAIVE:g} GFLOPS, peak {PEAK:g}; the one that differs has {NAIVE:g} or {FASTEST:g}.\n")
     print(f"{outcomes_table()}\n\n{distances_table()}")

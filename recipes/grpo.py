@@ -9,7 +9,7 @@
 precision, and synchronous or asynchronous training.
 
 Data flow of a step:
-    list[Group]       generate_rollouts: P prompts with G graded completions each, on rank 0
+    list[Group]       generate_rollouts: prompts with G graded completions each, on rank 0
     list[Group]       compute_advantages: reward - baseline -> one advantage per completion
     list[list[Row]]   pack: for each update, rows of T tokens with L labels; completions share a prompt
     LabelLogprobs     Learner.forward_backward: log-probs and entropies [L], then the scalar loss

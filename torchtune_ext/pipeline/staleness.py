@@ -10,7 +10,7 @@ submitted in advance.
 and seed.
 
 Submission follows AReaL (arXiv 2505.24298, Eq. 3). Batch selection follows the windowed FIFO of
-MiniMax (arXiv 2605.26494, Sec. 6.2.4). Every group is trained on exactly once, so long samples are
+MiniMax (arXiv 2605.26494, Sec. 6.2.4). Every group belongs to exactly one step, so long samples are
 not underrepresented.
 """
 
