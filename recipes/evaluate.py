@@ -67,7 +67,7 @@ class Config:
     greedy: bool = Field(default=True, description="also draw one greedy sample per problem")
     pass_at: list[int] = Field(default_factory=lambda: [1], description="k of pass@k, at most samples_per_problem")
     grader: GraderConfig = Field(default=GraderConfig(), description="grader processes and their time limit")
-    agent: AgentConfig = Field(default=AgentConfig(), description="settings of a task's agents")
+    agent: AgentConfig = Field(default=AgentConfig(), description="limits, failures and address of a task's agents")
     rollouts: RolloutConfig = Field(default=RolloutConfig(), description="timeout of rollouts")
     seed: Seed = Field(default=0, description="seed of sampling")
 

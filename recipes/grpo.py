@@ -86,7 +86,7 @@ class Config:
         default=config_sections.GraderConfig(), description="grader processes and their time limit"
     )
     agent: config_sections.AgentConfig = Field(
-        default=config_sections.AgentConfig(), description="settings of a task's agents"
+        default=config_sections.AgentConfig(), description="limits, failures and address of a task's agents"
     )
     preset: str | None = Field(
         default="grpo", description="published method: its loss, advantage, aggregation, ...; your keys override it"
@@ -104,7 +104,8 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the trainer")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="dtype of forward and backward; auto: bfloat16 if the device supports it; float32 master weights",
+        description="dtype of forward and backward; auto: bfloat16 with FP8 or native support, else float32; trained weights: "
+        "float32",
     )
     precision: config_sections.PrecisionConfig = Field(
         default=config_sections.PrecisionConfig(), description="precision of linear layers in trainer and engine"
@@ -113,7 +114,7 @@ class Config:
     prompts_per_step: int = Field(default=32, ge=1, description="groups per step")
     samples_per_prompt: int = Field(default=16, ge=2, description="completions per group")
     staleness: int = Field(
-        default=0, description="weight syncs by which the policy that samples a group may lag; 0: on-policy"
+        default=0, description="maximum staleness of a group, in policy versions; 0: sampling and training alternate"
     )
     prefetch_steps: int | None = Field(
         default=None, description="steps sampled in advance, at most staleness; null: 1, or 0 if staleness is 0"
@@ -128,7 +129,7 @@ class Config:
         default=0, ge=0, description="maximum extra sampling rounds per step to replace zero-variance groups"
     )
     updates_per_step: int = Field(
-        default=1, ge=1, description="optimizer updates per step, each on its share of the groups"
+        default=1, ge=1, description="optimizer updates per iteration of a step, each on its share of the groups"
     )
     iterations_per_step: int = Field(
         default=1, ge=1, description="passes of a step over its updates; each pass trains on all samples of the step"
@@ -148,7 +149,8 @@ class Config:
     compile: bool = Field(default=False, description="torch.compile each layer")
     max_mismatch: PositiveFloat | Literal["auto"] = Field(
         default="auto",
-        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: 2 x rounding noise, >= 0.001, + margin",
+        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: 2 x rounding noise, >= 0.001 "
+        "(replay: 0.05), + margin",
     )
     checkpoints: config_sections.CheckpointConfig = Field(
         default=config_sections.CheckpointConfig(), description="checkpoint interval and retention"

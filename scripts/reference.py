@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import yaml
 
-from torchtune_ext.cli.cli import OWN_COMMANDS, PASSTHROUGH_COMMANDS, TUNE_COMMANDS
+from torchtune_ext.cli.cli import OWN_COMMANDS, TUNE_COMMANDS
 from torchtune_ext.cli.options import (
     USUAL_COMPONENTS,
     Option,
@@ -171,16 +171,16 @@ def config_page() -> Iterator[str]:
     yield from (
         "# Configuration keys", "", NOTE, "",
         "This page lists every config key of the recipes with its type, its default and its meaning.",
-        "Use it to look up a key; `torchtune-ext config` prints keys, defaults and meanings, also for a copied recipe.",
+        "Use it to look up a key; `torchtune-ext config` prints the same, also for a copied recipe.",
         "", "```", "torchtune-ext config sampling.max_tokens", "```", "",
         "A key is written as `key: value` in the YAML, and as `key=value` on the command line.",
         "A key of a section is `section.key=value` on the command line.",
         "A key whose default is `(required)` must be in the config, in the preset or on the command line.",
-        "A key of type *component* is a section: `_component_`, the dotted path of a class, and the arguments of the class.",
+        "A key of type *component* is a section: `_component_`, the dotted path of a class or function, and its arguments.",
         "The arguments of the usual classes are in [Components](#components) and [Tasks](#tasks).",
         "The default preset, `grpo`, sets `loss.importance: tis` and `aggregation: sequence`.",
         "The tables show the defaults without a preset.",
-        "A term of art has an entry in the [glossary](../concepts/glossary.md).", "",
+        "Terms: [glossary](../concepts/glossary.md).", "",
     )  # fmt: skip
     heads = ("key", "type", "default", "description")
     names: dict[str, list[str]] = {}
@@ -293,7 +293,7 @@ def cli_page() -> Iterator[str]:
     yield from (
         "# Commands", "", NOTE, "",
         "This page lists the subcommands of `torchtune-ext` and their arguments.",
-        "`tune run` starts a run; the other commands prepare it, check it or read its results.",
+        "`tune run`, `ray` and `sweep` start runs; the others prepare, check or read them.",
         "", "```", "torchtune-ext doctor", "```", "",
         "`torchtune-ext COMMAND --help` prints the arguments of a command.",
         "", "## torchtune-ext",
@@ -306,11 +306,12 @@ def cli_page() -> Iterator[str]:
         parser = argparse.ArgumentParser(add_help=False)
         import_module(module).add_arguments(parser)
         actions = sorted(parser._actions, key=lambda each: bool(each.option_strings))
-        rest = " ..." if name in PASSTHROUGH_COMMANDS else ""
-        usage = parser.usage or " ".join(["torchtune-ext", name, *map(usage_of, actions)]) + rest
+        usage = parser.usage or " ".join(["torchtune-ext", name, *map(usage_of, actions)])
         yield from (f"### {name}", "", sentence(text.partition(": ")[0]), "", "```text", usage, "```")
         rows = [(code(argument_name(each)), each.help or "") for each in actions]
         yield from table(("argument", "description"), rows) if rows else ("",)
+        if parser.epilog:
+            yield from (sentence(parser.epilog), "")
     yield from (
         "## tune", "",
         "torchtune's command `tune` lists, copies and runs the recipes of this package next to its own.",

@@ -45,7 +45,7 @@ TUNE_COMMANDS = {
     "cp": "copy a recipe or a config to edit it",
     "cat": "print a config",
     "run": "run a recipe: run [TORCHRUN OPTIONS] RECIPE --config CONFIG [key=value ...]",
-    "validate": "check a config, given by name or path",
+    "validate": "check a config, given by path (`torchtune-ext`: or name)",
     "download": "download a model",
 }
 

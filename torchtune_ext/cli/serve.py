@@ -35,6 +35,8 @@ from torchtune_ext.setup.run_components import build_model_components
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext serve`; `cli` passes all others to `main`."""
+    parser.usage = "torchtune-ext serve --config CONFIG [OPTIONS] [key=value ...] [VLLM-OPTIONS ...]"
+    parser.epilog = "`key=value` overrides a config key; options of vLLM's server come last"
     parser.add_argument("--config", required=True, help="a config of a GRPO recipe, by name or path")
     parser.add_argument("--recipe", help="the recipe, if it is a file of your own: my_grpo.py")
     default = "127.0.0.1, or all if engine.address is another machine; with --endpoint agent.host"

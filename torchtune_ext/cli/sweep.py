@@ -26,6 +26,7 @@ SWEEPS_FOLDER = Path("runs", "sweeps")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext sweep`; `cli` passes all others to `main`."""
     parser.usage = "torchtune-ext sweep FILE [--jobs N] [--out DIR] [--seed N] [key=value ...]"
+    parser.epilog = "`key=value` overrides a config key in all runs"
     parser.add_argument("file", metavar="FILE", help="a file in W&B's sweep format, or the name of one of our sweeps")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (default: runs/sweeps/NAME)")

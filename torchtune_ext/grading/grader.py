@@ -33,10 +33,10 @@ MAX_FAILED_STEPS = 2  # consecutive steps in which every text failed, after whic
 class GraderConfig:
     """The keys of `grader:`."""
 
-    workers: int = Field(default=1, ge=1, description="processes of the grader, environments or agents")
+    workers: int = Field(default=1, ge=1, description="grader processes, or concurrent episodes")
     timeout_s: Seconds = Field(
         default=10.0,
-        description="time limit in seconds for one text, a group that is graded together, or a call of an environment",
+        description="time limit in seconds for one text, a group graded together, or a call of an environment",
     )
 
 

@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, default=10.0, help="seconds per timing (10)")
     parser.add_argument("--threads", type=int, default=1, help="threads that a program may use (1)")
     parser.add_argument(
-        "--cores", type=parse_cores, help="cores to time on, e.g. 2,3; default: cores that no engine uses, if possible"
+        "--cores",
+        type=parse_cores,
+        help="cores to time on, e.g. 2,3; default: cores that no engine may use, else the last",
     )
     parser.add_argument("--compiler", help="gcc, clang, or a path")
 

@@ -63,7 +63,7 @@ class BenchConfig:
         default=None, ge=1, description="processes that check programs; null: one per core that is not timed"
     )
     cores: list[int] | None = Field(
-        default=None, description="cores to time on, e.g. [2, 3]; null: cores that no engine may use, if possible"
+        default=None, description="cores to time on, e.g. [2, 3]; null: cores that no engine may use, else the last"
     )
     threads: int = Field(default=1, ge=1, description="threads, and cores, of a timed program")
     compiler: str | None = Field(default=None, description="gcc, clang, or a path; null: the first one on PATH")

@@ -146,8 +146,8 @@ class PolicyLoss(ConstraintOptions):
             fixed coefficient.
         entropy_delta: change of the coefficient after each update, up below the target, else down.
         environment_coef: coefficient of the mean cross-entropy on the content of the environment's replies
-            (ECHO, arXiv 2605.24517; 0.01 to 0.1), at `sampling.temperature`; 0: off. The learner adds this
-            term, so it has no part in ratios, weights and aggregation.
+            (ECHO, arXiv 2605.24517; 0.01 to 0.1), at `sampling.temperature`, outside of ratios, weights and
+            aggregation; 0: off.
 
     Raises:
         UsageError: an unknown name, an option that contradicts another option, or a value out of

@@ -67,7 +67,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="KV cache of each replica, on each of its GPUs; null: 1 GiB on CPU, gpu_memory_utilization on GPU",
+        description="KV cache per GPU, on CPU per replica; null: 1 GiB on CPU, gpu_memory_utilization on GPU",
     )
     gpu_memory_utilization: float = Field(
         default=0.85,
@@ -87,7 +87,10 @@ class EngineConfig:
         description="maximum requests per engine step, without the canary; null: 1024 on GPUs of 70 GB or more, else 256",
     )
     max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, description="maximum tokens per engine step; null: 4096 on CPU, vLLM's choice on GPU"
+        default=None,
+        ge=1,
+        description="maximum tokens per engine step; null: 4096 on CPU, vLLM's choice on GPU, 2048 with teacher.self; "
+        "on CPU at least max_model_len",
     )
     block_size: int | None = Field(
         default=None, ge=1, description="tokens per KV-cache block; null: 32 on CPU, vLLM's choice on GPU"
@@ -102,7 +105,8 @@ class EngineConfig:
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="threads of each replica on a CPU; null: the trainer's, or 1 for a small model or async training",
+        description="threads of each replica on a CPU; null: the trainer's, divided among replicas; 1 below 5 million "
+        "parameters or in async training",
     )
     kv_on_publish: Literal["recompute", "keep"] = Field(
         default="recompute", description="KV cache of in-flight requests after a weight sync: recompute or keep"
@@ -119,13 +123,14 @@ class EngineConfig:
     )
     transfer: Literal["auto", "shm", "nccl", "gloo"] = Field(
         default="auto",
-        description="weight transfer to servers: shared memory, or a network backend; auto: the server's setting",
+        description="weight transfer to servers; auto: as `torchtune-ext serve` sets it: shm at a local address, else nccl "
+        "(CPU: gloo)",
     )
     lora_rank: int | None = Field(
         default=None, ge=1, le=LORA_RANKS[-1], description="rank of published adapters; set by the recipe"
     )
     lora_targets: tuple[str, ...] = Field(
-        default=(), description='layers with an adapter, e.g. "q_proj"; empty: all that vLLM can adapt'
+        default=(), description='layers with an adapter, e.g. "q_proj"; set by the recipe'
     )
     quantization: dict[str, Any] = Field(
         default_factory=dict, description="quantization_config of published weights; set by the recipe"
@@ -141,7 +146,9 @@ class EngineConfig:
         default=2.0, description="seconds without output before a health check of a busy replica"
     )
     probe_deadline_s: Seconds = Field(
-        default=30.0, description="timeout of a health check; above the slowest engine step, seconds"
+        default=30.0,
+        description="timeout of a health check in seconds, above the slowest engine step; at least 900 if a CPU emulates "
+        "bfloat16",
     )
     max_failures: int = Field(
         default=3, ge=1, description="consecutive crashes, without a finished request, after which a replica is retired"
@@ -203,17 +210,16 @@ class SamplingConfig:
 
     max_tokens: int = Field(ge=1, description="maximum tokens of a completion")
     temperature: float = Field(
-        default=1.0, ge=0, allow_inf_nan=False, description="usually 1.0; 0 (greedy) only for evaluation"
+        default=1.0, ge=0, allow_inf_nan=False, description="usually 1.0; 0 (greedy) only in evaluate"
     )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1: off; below 1 only for evaluation")
-    top_k: int = Field(default=0, ge=0, description="top-k sampling; 0: off; above 0 only for evaluation")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1: off; below 1 only in evaluate")
+    top_k: int = Field(default=0, ge=0, description="top-k sampling; 0: off; above 0 only in evaluate")
     stop_token_ids: tuple[int, ...] = Field(
         default=(),
-        description="a completion ends with, and contains, the first of these; empty: the model's EOS tokens",
+        description="a completion ends with, and contains, the first of these; empty: end tokens of tokenizer and model",
     )
     seed: int | None = Field(
-        default=None,
-        description="only for evaluation: base seed, combined with group and sample index; null: from the run's `seed`",
+        default=None, description="base seed, combined with group and sample index, only in evaluate; null: from `seed`"
     )
     early_stop_logprob: float | None = Field(
         default=None,

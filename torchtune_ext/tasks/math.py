@@ -60,8 +60,8 @@ class Math(QuestionTask):
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
         unmarked: see `MathGrader`. The default is "none" if `prompt` or `system` asks for a mark
             (\boxed, ####, "answer is"), else "last_number".
-        grader, group_grader, fields: see `Jsonl`. A function replaces `MathGrader`. Without a
-            function, `problem.example` is empty.
+        grader, group_grader: see `Jsonl`. A function replaces `MathGrader`.
+        fields: see `Jsonl`. Without a function, `problem.example` is empty.
 
     Raises:
         UsageError: as `Jsonl` and `MathGrader`; arguments are mutually exclusive; or examples have

@@ -75,13 +75,14 @@ class CheckpointConfig:
     every: int = Field(default=50, ge=1, description="steps between checkpoints; the last step also writes one")
     keep_last: int = Field(default=2, ge=1, description="newest checkpoints kept, in addition to the best one")
     save_optimizer: bool = Field(
-        default=True, description="false: less than half the disk; a resumed optimizer starts from zero"
+        default=True,
+        description="false: 8 bytes less per trained value (AdamW); a resumed optimizer starts from zero",
     )
     stop_grace_s: float = Field(
         default=25.0,
         ge=0,
         le=MAX_DURATION_S,
-        description="seconds after SIGTERM for the current step to end and its checkpoint to be written",
+        description="seconds after SIGTERM in which the step must end; then its checkpoint is written",
     )
 
 

@@ -73,7 +73,7 @@ class PrecisionConfig(Fp8Config):
     flow: Literal["bf16", "fp8_rollout", "fp8_unified"] = Field(
         default="bf16",
         description="bf16; fp8_rollout: FP8 in the engine only; fp8_unified: FP8 in engine and trainer; "
-        "`precision: bf16` is short for it",
+        "short form: `precision: fp8_unified`",
     )
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class TeacherConfig:
     """The keys of `teacher:`."""
 
     model_dir: str | None = Field(
-        default=None, description="Hugging Face format, with the policy's tokenizer; null: no teacher, or `self`"
+        default=None, description="Hugging Face format, with the policy's tokenizer; null: no separate model"
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="values that differ from `engine:`, e.g. devices")
     self: bool = Field(

@@ -212,6 +212,14 @@ def test_the_environment_names_the_run(tmp_path, agent):
     assert start.whole["exit_code"] == 143
 
 
+@pytest.mark.parametrize(("variables", "captured"), [({}, False), ({"WANDB_CONSOLE": "auto"}, True)])
+def test_wandb_gets_terminal_output_only_on_request(tmp_path, variables, captured):
+    pytest.importorskip("wandb")
+    assert started(tmp_path, "end", **variables).wait(60) == 0
+    (start,) = wandb_reader.starts(tmp_path, 1)
+    assert ("logged" in [each["line"] for each in start.of("output_raw")]) == captured
+
+
 @pytest.mark.parametrize(
     ("variables", "says"),
     [

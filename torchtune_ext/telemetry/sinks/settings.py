@@ -36,10 +36,12 @@ class LoggingConfig:
     )
     project: str = Field(
         default="torchtune-ext",
-        description="project of W&B and trackio, experiment of MLflow; WANDB_PROJECT takes precedence",
+        description="project of W&B and trackio, experiment of MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set",
     )
     samples: int = Field(
-        default=3, ge=0, description="groups per table of samples, widest spread of rewards first; 0: no tables"
+        default=3,
+        ge=0,
+        description="groups per table of samples, from the widest to the narrowest spread of rewards; 0: no tables",
     )
     samples_every: int = Field(
         default=10, ge=1, description="steps between tables, also one at the first step; no tables: logging.samples=0"

@@ -103,6 +103,8 @@ def set_default_env() -> None:
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_TIMEOUT_S))
     # By default W&B writes its file every 15 s, and a killed run would lack up to 15 s of metrics.
     os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(FLUSH_INTERVAL_S))
+    # By default W&B uploads the terminal's output, in which a warning may quote a sample.
+    os.environ.setdefault("WANDB_CONSOLE", "off")
 
 
 def error_text(error: Exception) -> str:
