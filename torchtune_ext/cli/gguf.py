@@ -19,7 +19,14 @@ from torchtune_ext.training.export import discard_on_failure, save_file
 
 GGUF_MAGIC = b"GGUF"
 # Architectures that transformers reads from GGUF, and from_config builds.
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+# Keys that transformers ignores, and the values that it uses for all models of an architecture. A
+# file lacks the scale of Gemma's scores, which transformers sets for heads of 256 numbers.
+ASSUMED_VALUES = {
+    "qwen3": {"attention.key_length": 128},
+    "gemma2": {"attention.key_length": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": {"attention.key_length": 256, "attention.sliding_window_pattern": 6, "rope.freq_base_swa": 1e4},
+}
 UNQUANTIZED_TYPES = ("F64", "F32", "F16", "BF16")  # tensor types that are not quantized
 
 
@@ -44,10 +51,13 @@ def convert(file: Path, out: Path) -> str:
             unsupported, or `out` is not empty.
     """
     # Check the file before anything is written.
-    kinds = _tensor_types(file)
+    reader = _open_gguf(file)
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not empty. Fix: name a new folder, or remove this one")
-    tokenizer = _load_tokenizer(file)
+    # transformers drops the setting that prepends the token.
+    bos = reader.fields.get("tokenizer.ggml.add_bos_token")
+    tokenizer = _load_tokenizer(file, {"add_bos_token": True} if bos and bos.contents() else {})
     # `out` appears only when it is complete.
     with discard_on_failure(out, lambda: "Free disk space there, or choose another folder"):
         make_empty_folder(partial_path(out))
@@ -57,8 +67,8 @@ def convert(file: Path, out: Path) -> str:
     return f"{out}: {parameters / 1e6:,.1f} million parameters in bfloat16, from {', '.join(sorted(kinds))}{lost}"
 
 
-def _tensor_types(file: Path) -> set[str]:
-    """Returns the tensor types in the file, such as "Q4_1".
+def _open_gguf(file: Path) -> Any:
+    """Opens a file that can be converted, as a GGUFReader.
 
     Raises:
         UsageError: the file cannot be converted.
@@ -79,33 +89,47 @@ def _tensor_types(file: Path) -> set[str]:
         reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise UsageError(f"{file}: truncated or damaged ({error}). Fix: download or copy the file again") from error
-    architecture = reader.fields["general.architecture"].contents() if "general.architecture" in reader.fields else None
+    _require_equal_model(file, reader)
+    return reader
+
+
+def _require_equal_model(file: Path, reader: Any) -> None:
+    """Raises UsageError if transformers would read another model than the file holds."""
+    values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    architecture = values.get("general.architecture")
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UsageError(
             f"{file}: unsupported architecture {architecture!r}; expected one of: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     # Long-context models scale RoPE, by a key of the file or by a tensor of factors. Without the
     # scaling the model would run, but not as it was trained, and no error would show it.
-    scaled = [name for name in reader.fields if ".rope.scaling." in name]
+    scaled = [name for name in values if ".rope.scaling." in name]
     scaled += [tensor.name for tensor in reader.tensors if "rope_freqs" in tensor.name]
     if scaled:
         raise UsageError(
             f"{file}: {scaled[0]} scales RoPE, and transformers does not read it from a GGUF file, so the model would "
             "differ. Fix: use the model's own directory instead"
         )
-    width, heads, own = (
-        reader.fields[key].contents() if (key := f"{architecture}.{name}") in reader.fields else None
-        for name in ("embedding_length", "attention.head_count", "attention.key_length")
-    )
-    if width and heads and (own or width // heads) != (usual := 128 if architecture == "qwen3" else width // heads):
+    own = {name.removeprefix(f"{architecture}."): value for name, value in values.items()}
+    width, heads = own.get("embedding_length"), own.get("attention.head_count")
+    assumed = dict(ASSUMED_VALUES.get(architecture, {}))
+    if width and heads:
+        own.setdefault("attention.key_length", width // heads)
+        assumed.setdefault("attention.key_length", width // heads)
+    for name, value in assumed.items():
+        if own.get(name, value) != value:
+            raise UsageError(
+                f"{file}: {name}={own[name]}, but transformers assumes {value} for all files of {architecture}. "
+                "Fix: use the model's own directory instead"
+            )
+    if (own.get("context_length"), own.get("rope.freq_base")) == (32768, 1e4) and architecture == "llama":
         raise UsageError(
-            f"{file}: head_dim is {own or width // heads}, but transformers does not read it from a GGUF file and uses "
-            f"{usual}. Fix: use the model's own directory instead"
+            f"{file}: a model of 32,768 tokens with rope.freq_base=10000 is Mistral 7B v0.1 or made of it, whose sliding "
+            "window a GGUF file does not hold. Fix: use the model's own directory instead"
         )
-    return {tensor.tensor_type.name for tensor in reader.tensors}
 
 
-def _load_tokenizer(file: Path) -> Any:
+def _load_tokenizer(file: Path, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -113,7 +137,7 @@ def _load_tokenizer(file: Path) -> Any:
     # transformers would warn that the model has another precision than the file.
     logging.set_verbosity_error()
     try:
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **options)
     except Exception as error:  # each kind of tokenizer has its own converter and errors
         raise UsageError(
             f"{file}: the tokenizer cannot be read ({type(error).__name__}: {error}). Fix: use the model's own directory "

@@ -68,6 +68,13 @@ def test_quickstart_stops_at_the_first_failure(tmp_path, run):
     assert status == 3 and len(called) == 2
 
 
+def test_pretrained_unknown_model_is_reported(tmp_path, run):
+    program(tmp_path / "env" / "bin" / "python", RECORD)
+    status, called, printed = run("pretrained.sh", VENV=str(tmp_path / "env"), MODEL="gemma")
+    assert status == 1 and not called
+    assert "MODEL=gemma: unknown model; expected SmolLM2-135M-Instruct or gemma3-270m" in printed
+
+
 def test_install_selects_engine_for_machine(tmp_path, run):
     env = tmp_path / "env"
     answers = (

@@ -15,6 +15,7 @@ from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, 
 @pytest.mark.parametrize("chunk_elements", [1, 60, 1 << 27])  # one label per chunk, a ragged last chunk, one chunk
 def test_equals_whole_logits(monkeypatch, temperature, chunk_elements, softcap):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 60)  # four blocks of two or three labels
     torch.manual_seed(0)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
