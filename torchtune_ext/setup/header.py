@@ -46,7 +46,7 @@ def print_run_header(components: RunComponents, formula: Callable[[np.ndarray], 
     else:
         engine = components.engine_config
         count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
-        text = f"starting, its log: {log}" if count == 1 else f"starting {count} engines, their logs: {log}"
+        text = f"starting, its log: {log}" if count == 1 else f"starting {count} replicas, their logs: {log}"
         text += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
         text = f"connecting to {engine.address}" if engine.address else text
         if cfg.staleness:
