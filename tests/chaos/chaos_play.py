@@ -406,7 +406,7 @@ class Play:
         if code == 0:
             return
         starting = self.result.hit in SET_UP and "the engine did not start" in run.output()
-        if not (starting and self.fault.name.startswith(("core_", "client_"))):
+        if not (starting and self.fault.name.startswith(("engine_", "client_", "reaper_engine_"))):
             raise Failed(f"ended with status {code}: {last_line(run)}")
         self.result.allowed = "an engine that fails at its first start ends the run"
         self.first_end(run, code, status=(1,))
