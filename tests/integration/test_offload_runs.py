@@ -1,9 +1,11 @@
-"""Runs whose frozen weights move to main memory while the engine is awake: the same bits as without."""
+"""Runs that share their devices with sleeping engines: turns, and with offloaded weights the same bits as without."""
 
+import re
 import shutil
 import signal
 import subprocess
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,31 @@ def test_offload_killed_and_resumed_equals_uninterrupted(workspace):
     process.wait(10)
     run(workspace, "killed_in_turns", *args[1:])
     require_equal(workspace, "killed_in_turns", "reference")
+
+
+@pytest.mark.rest
+def test_ranks_and_engines_take_turns_on_devices(tmp_path):
+    """Two ranks with two engines, as with `engine.devices="0,1" engine.sleep=true` on GPUs: on a CPU, devices are cores."""
+    runs.make_workspace(tmp_path)
+    helpers = Path(resting_backend.__file__).parent
+    for name in ("resting_backend.py", "recorded_ranks.py"):
+        shutil.copy(helpers / name, tmp_path)
+    args = ("output_dir=colocated", "max_steps=2", "engine.count=2", "task._component_=recorded_ranks.Letters", *SLEEPS)
+    runs.run(tmp_path, "grpo_full", *args, ranks=2)
+    lines = (tmp_path / "colocated" / "transitions.txt").read_text().splitlines()
+    # Both engines sleep before any rank allocates.
+    assert sorted(lines[:4]) == 2 * ["load 0 of nothing, sleep level 0"] + 2 * ["sleep at level 1"]
+    events = [re.sub(r"^rank \d", "both ranks:", line) for line in lines[4:]]
+    phases = [(event, len(list(group))) for event, group in groupby(events)]
+    # An engine wakes up after both ranks have freed memory, and no rank trains before both engines sleep. A step has two updates.
+    turns = [
+        [("both ranks: frees memory", 2), (f"load {version} of model, sleep level {level}", 2)]
+        for version, level in enumerate((1, 2, 2))
+    ]
+    update = [("sleep at level 2", 2), ("both ranks: trains", 4)]
+    assert phases == [("both ranks: allocates its weights", 2), *turns[0], *update, *turns[1], *update, *turns[2]]
+    metrics = runs.metrics(tmp_path / "colocated")
+    assert all(line["canary/mean_abs"] < 1e-5 and line["mismatch/mean_abs"] < 1e-5 for line in metrics[1:])
 
 
 def test_sleep_with_server_is_refused_in_dry_run(workspace, lora_served):

@@ -101,8 +101,8 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
         # Under torchrun the training GPUs are known. Otherwise the plan chooses their number.
         if machine.gpus:
             require_disjoint_gpus(engine, training_gpus(None if torchrun else plan.trainers))
-    elif plan.engine_placement == "own" and machine.gpus:
-        problem = missing_device(plan.engine, machine.gpus, machine.name)
+    elif engine is not None and machine.gpus:
+        problem = missing_device(engine, machine.gpus, machine.name)
         if problem:
             raise UsageError(problem)
     cfg.ranks.require_divisible(plan.trainers)

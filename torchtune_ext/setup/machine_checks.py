@@ -120,7 +120,7 @@ def require_disjoint_gpus(engine: EngineConfig, trainer_gpus: list[str]) -> None
     raise UsageError(
         f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would also be used for training: {take} "
         f"GPU {', '.join(trainer_gpus)}. Fix: {fewer}set CUDA_VISIBLE_DEVICES of the trainer to GPUs that the engine does not "
-        "use, or share GPUs with engine.devices=null and engine.sleep=true"
+        "use, or share GPUs with engine.sleep=true"
     )
 
 

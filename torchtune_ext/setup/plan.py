@@ -111,13 +111,13 @@ class RunPlan:
             self.engine_placement = "server" if engine.address is not None else "sleeps" if engine.sleep else own
             # One replica per address, per share of `engine.devices`, or `engine.count`.
             self.engines = len(engine.addresses or engine_device_groups(engine)) or engine.count or 1
-            gpus = engine.tensor_parallel_size
+            gpus = self.engines * engine.tensor_parallel_size
         # One rank with adapters moves its frozen weights to main memory while the engine is awake.
         self.offloads = bool(
             self.engine_placement == "sleeps" and machine.gpus and self.trainers == 1 and self.sizes.has_frozen_params
         )
-        # GPUs that only sample, and GPUs that an engine shares with the trainer.
-        self.sampling_gpus = self.engines * gpus if self.engine_placement in ("own", "server") else 0
+        # GPUs that only sample, and GPUs that engines share with the trainer.
+        self.sampling_gpus = gpus if self.engine_placement in ("own", "server") else 0
         self.shared_gpus = gpus if self.engine_placement in ("shared", "sleeps") else 0
         # For a run on this machine, servers use GPUs that `machine.gpus` does not count.
         self.remote_servers = self.engine_placement == "server" and machine.is_local
@@ -185,11 +185,11 @@ class RunPlan:
             self.awake_rows = {
                 "engine": sum(self.engine_rows.values()),
                 "weights and optimizer state": held,
-                "CUDA context (allowance)": CUDA_CONTEXT_BYTES,
+                "CUDA context, NCCL (allowance)": context,
             }
             if self.offloads:
                 # Offloaded weights return before the canary is checked, while the engine sleeps.
-                free = sum(rows.values()) - held - rows[FROZEN_ROW] - CUDA_CONTEXT_BYTES
+                free = sum(rows.values()) - held - rows[FROZEN_ROW] - context
                 rows[CHECK_ROW] = max(0, check - free)
             else:
                 self.awake_rows["float32 check of a weight sync"] = check
@@ -214,7 +214,7 @@ class RunPlan:
         return {
             "processes of ranks and engine (allowance)": processes * PROCESS_BYTES,
             "published weights in shared memory": self.published_bytes if self.engine else 0,
-            "weights of the sleeping engine": sizes.engine_bytes if sleeps else 0,
+            "weights of sleeping engines": self.engines * sizes.engine_bytes if sleeps else 0,
             "frozen weights while the engine is awake": sizes.frozen_bytes if self.offloads else 0,
             "reference and weights swapped out, float32": swapped,
             "largest tensor on each rank, while weights are read": ranks * sizes.largest_param * (2 if on_gpus else 4),
@@ -284,6 +284,7 @@ class RunPlan:
             "awake": {f"a lower {kv_keys}": "engine" not in self.shortages}
             | own
             | {"a higher engine.tensor_parallel_size": self.machine.gpus > 1}
+            | {"one rank, because only one rank moves its frozen weights to main memory": frozen and self.trainers > 1}
             # Offloaded weights do not count while the engine is awake.
             | ({} if self.offloads else {"more GPUs for training": True} | adapters | quantize),
             "engine": {

@@ -62,6 +62,7 @@ SIZES = [
     ("qwen2_5_7B_full", "model_dir=models/Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct", 8.030),
     ("qwen2_5_7B_full", "model_dir=models/Qwen3-8B", "Qwen3-8B", 8.191),
     ("qwen2_5_7B_full", "model_dir=models/Qwen2.5-3B-Instruct engine.devices=2", "Qwen2.5-3B-Instruct", 3.086),
+    ("qwen2_5_7B_colocated", "", "Qwen2.5-7B-Instruct", 7.616),
     ("qwen2_5_7B_jsonl", "", "Qwen2.5-7B-Instruct", 7.616),
     ("qwen2_5_7B_node", "", "Qwen2.5-7B-Instruct", 7.616),
     ("qwen2_5_7B_node", "model_dir=models/Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct", 8.030),

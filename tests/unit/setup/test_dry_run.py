@@ -51,7 +51,7 @@ def place(tmp_path_factory):
     puzzles = list(generate_puzzles(0, 128, Size(suspects=2, weapons=2, rooms=2)))
     write_jsonl(path / "puzzles.jsonl", puzzles[:64])
     write_jsonl(path / "held_out.jsonl", puzzles[64:])
-    (path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 4)
+    (path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 200)
     (path / "others.jsonl").write_text(json.dumps(QUESTION | {"question": "What is 3 + 1?"}))
     with nf4_in_one_piece():
         yield path
@@ -129,12 +129,15 @@ def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
     assert len(table) < len(out.splitlines()) and all(len(line) <= 120 for line in table), out
     if machine.startswith("CPU"):
         return
-    # The command in the first lines starts the planned ranks, and no GPU both trains and samples.
+    # The command in the first lines starts the planned ranks, and no GPU both trains and samples without `engine.sleep`.
     command = launched(name)
     ranks = ranks_of(command)
     assert re.search(rf"^GPUs: {ranks} trains?\b", out, re.MULTILINE) and "idle" not in out
-    own = OmegaConf.load(CONFIGS[name]).engine.get("devices")
-    if own:
+    engine = OmegaConf.load(CONFIGS[name]).engine
+    own = engine.get("devices")
+    if own and engine.get("sleep"):
+        assert own == ",".join(map(str, range(ranks))) and "CUDA_VISIBLE_DEVICES" not in command
+    elif own:
         visible = command.removeprefix("CUDA_VISIBLE_DEVICES=").split()[0].split(",")
         assert len(visible) == ranks and not set(visible) & set(own.split(","))
 
@@ -222,6 +225,7 @@ def test_dry_run_lists_only_remedies_that_are_missing(place, capsys):
     [
         ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: sampling needs 2 GPUs .*, which leaves no GPU for training"),
         ("qwen2_5_7B_node", "7x80", "^engine.devices=4,5,6,7 names GPU 7, but 7 x 80 GB has 7, from 0 to 6"),
+        ("qwen2_5_7B_colocated", "3x80", "^engine.devices=0,1,2,3 names GPU 3, but 3 x 80 GB has 3, from 0 to 2"),
         ("qwen2_5_7B_node", "4x80", "^4 x 80 GB: sampling needs 4 GPUs .*, which leaves no GPU"),
         (
             "qwen2_5_32B_full",

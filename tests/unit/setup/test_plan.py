@@ -27,6 +27,7 @@ from torchtune_ext.setup.plan import (
     CHECK_ROW,
     CUDA_CONTEXT_BYTES,
     CUDA_GRAPH_BYTES,
+    NCCL_BYTES,
     Machine,
     RunPlan,
     estimate_engine_bytes,
@@ -288,8 +289,36 @@ def test_plan_offloads_frozen_weights_of_one_rank(seven_lora, machine, offloads)
     held = rows["weights, float32 master"] + rows["optimizer state"] + rows["RoPE table, float32"]
     awake = CUDA_CONTEXT_BYTES + int(1.05 * held) + plan.engine_bytes
     if not offloads:  # FSDP2 keeps its shards, and the check runs beside the engine
-        awake += frozen // 2 + float32_check_bytes(seven_lora, plan.machine.gpu_bytes)
+        awake += NCCL_BYTES + frozen // 2 + float32_check_bytes(seven_lora, plan.machine.gpu_bytes)
     assert plan.device_bytes == pytest.approx(awake, abs=1e6)
+
+
+def test_plan_engines_and_trainers_share_four_gpus(seven):
+    engine = replace(OWN, devices="0,1,2,3", sleep=True, gpu_memory_utilization=0.5)
+    plan, one = planned(seven, "4x80", engine), planned(seven, "4x80", replace(engine, devices=None), trainers=4)
+    assert plan.fits and plan.trainers == plan.gpus == plan.shared_gpus == plan.engines == 4
+    assert "GPUs: 4 train and sample\n" in plan_table(plan, "Qwen2.5-7B")
+    # A GPU holds as much as with one engine, but all engines keep their weights in main memory.
+    assert (plan.update_bytes, plan.awake_bytes) == (one.update_bytes, one.awake_bytes)
+    asleep = "weights of sleeping engines"
+    assert plan.host_rows[asleep] == 4 * one.host_rows[asleep] == 4 * seven.engine_bytes
+    states = 1.05 * (12 * seven.total_params / 4 + seven.rope_bytes) + CUDA_CONTEXT_BYTES + NCCL_BYTES
+    awake = plan.engine_bytes + states + float32_check_bytes(seven, plan.machine.gpu_bytes)
+    assert plan.awake_bytes == pytest.approx(awake, abs=1e6)
+    # A second replica per engine is a GPU more.
+    wide = planned(seven, "4x80", replace(engine, tensor_parallel_size=2))
+    assert wide.engines == 2 and wide.shared_gpus == 4
+    few = planned(seven, "4x80", replace(engine, devices="0,1,2,3,4,5"), trainers=4)
+    assert "it needs 6 GPUs: 4 train and sample" in verdict(few)
+
+
+def test_plan_sharded_adapters_name_one_rank(seven_lora):
+    """Only one rank offloads, so the frozen weights of two ranks stay on their GPUs."""
+    engine = replace(SHARED, devices="0,1", gpu_memory_utilization=0.8, max_num_seqs=64)
+    plan = planned(seven_lora, "2x24", engine, trainers=2, row_tokens=4096, publishes_all=False)
+    fix = "one rank, because only one rank moves its frozen weights to main memory"
+    assert plan.shortages.keys() == {"awake"} and fix in plan.fixes("awake")
+    assert planned(seven_lora, "2x24", engine, row_tokens=4096, publishes_all=False).fits
 
 
 def test_plan_of_two_cards_offloads_on_one(seven_lora):
