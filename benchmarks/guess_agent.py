@@ -7,17 +7,25 @@
 The sampling seeds of the two ways are equal, and so are rollouts and weights, to the last bit.
 """
 
+from typing import Any
+
 import openai
 
 from torchtune_ext.tasks.guess_number import GuessNumber, GuessNumberEnvironment
 from torchtune_ext.tasks.task import AgentClient, Problem, Score
 
 
-class GuessAgent(GuessNumber):
-    """GuessNumber whose loop belongs to the agent."""
+class GuessAgent:
+    """The problems of GuessNumber, for an agent that owns the loop."""
 
-    # An environment would own the loop.
-    environment = None
+    def __init__(self, **options: Any) -> None:
+        self.problems = GuessNumber(**options)
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __getitem__(self, index: int) -> Problem:
+        return self.problems[index]
 
     def run_agent(self, problem: Problem, client: AgentClient) -> Score:
         policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key).chat.completions
