@@ -1,6 +1,7 @@
 """Shared settings of all tests: no network, one thread per process, fixed random numbers, and the markers of setup.cfg."""
 
 import ast
+import gc
 import os
 import random
 import re
@@ -80,7 +81,7 @@ def pytest_xdist_make_scheduler(config, log):
     """Workers get whole files. One worker gets all files with shared runs, so each run is made once."""
     from xdist.scheduler import LoadFileScheduling
 
-    runs = re.compile("full_workspace|lora_workspace|lora_served")
+    runs = re.compile(r"\b(served|full_workspace|lora_served|lora_workspace|talks_workspace|kl_run)\b")
     tests = (ROOT / "tests" / "integration").glob("test_*.py")
     together = {str(path.relative_to(ROOT)) for path in tests if runs.search(path.read_text())}
 
@@ -92,12 +93,16 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+# Most tests of unit/grading and unit/measured start processes: graders, compilers, sandboxes.
+FOLDERS = {"gpu": "gpu", "learns": "learns", "unit/grading": "slow", "unit/measured": "slow"}
+
+
 def pytest_collection_modifyitems(config, items):
-    """Folders imply markers: tests/gpu is `gpu`, tests/learns is `learns`. `gpu` is skipped without a CUDA device."""
+    """Folders imply markers (`FOLDERS`). `gpu` is skipped without a CUDA device."""
     for item in items:
-        for ring in ("gpu", "learns"):
-            if ROOT / "tests" / ring in item.path.parents:
-                item.add_marker(ring)
+        for folder, marker in FOLDERS.items():
+            if ROOT / "tests" / folder in item.path.parents:
+                item.add_marker(marker)
     without = set(config.getoption("--without").split(","))
     left_out = [item for item in items if without & {marker.name for marker in item.iter_markers()}]
     if left_out:
@@ -110,6 +115,11 @@ def pytest_collection_modifyitems(config, items):
         if not torch.cuda.is_available():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish(session):
+    """Exclude all imported modules from garbage collections, which take a second otherwise, and in each fork, too."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,5 @@
-"""An engine whose completions the test releases, and problems for it."""
+"""An engine whose completions the test releases."""
 
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -8,27 +7,10 @@ from helpers.letter_tokens import LetterTokenizer, completion
 from helpers.loop_engine import LoopEngine, ManualRequest, settle
 from helpers.waiting import wait_until
 from torchtune_ext.pipeline.source import sampling_seed
-from torchtune_ext.tasks.task import Problem, Score
 
-SEED, PROBLEMS, SAMPLES = 3, 100, 2
+SEED, SAMPLES = 3, 2
 # Seed -> (step, refill round).
 SEED_ORIGINS = {sampling_seed(SEED, step, refill): (step, refill) for step in range(200) for refill in range(16)}
-
-
-class NumberedTask:
-    """Problem i has the id i and the prompt i. The reward is the length of the text; some texts fail in grading or take long."""
-
-    def __len__(self):
-        return PROBLEMS
-
-    def __getitem__(self, index):
-        return Problem(str(index), ({"role": "user", "content": str(index)},), index)
-
-    def grade(self, problem, text):
-        if text == "broken":
-            raise ValueError("a broken text")
-        time.sleep(60.0 if text == "long" else 0.0)
-        return Score(float(len(text)), {})
 
 
 @dataclass

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from helpers.forked_runs import forked
 from helpers.own_files import shown_commands, shown_files, write_files
 from helpers.tiny_runs import environment
 
@@ -33,9 +34,12 @@ def walk(page: Path, folder: Path, shorter: Mapping[str, Sequence[str]] | None =
 
 def typed(folder: Path, program: str, *words: str, timeout: float = 1500, threads: int = 1) -> str:
     """Run a command in a folder; it must succeed. Return its output."""
-    command = [sys.executable, *PROGRAMS[program], *words]
-    env = environment() | {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-6000:]
+    if program != "python" and threads == 1:
+        status, output = forked(folder, list(words), {}, timeout)
+    else:
+        command = [sys.executable, *PROGRAMS[program], *words]
+        env = environment() | {"OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+        status, output = done.returncode, done.stdout + done.stderr
+    assert status == 0, output[-6000:]
     return output

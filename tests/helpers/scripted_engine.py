@@ -73,7 +73,7 @@ class ScriptedEngine:
 def main():
     model_dir, max_files = sys.argv[1], int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
-    endpoint_module.FIRST_REQUEST_TIMEOUT_S = 5.0
+    endpoint_module.FIRST_REQUEST_TIMEOUT_S = 2.0
     engine = ScriptedEngine(ChatTokenizer(model_dir))
     endpoint = Endpoint(engine, engine.tokenizer, AgentConfig())
     print(endpoint.url, engine.open(endpoint).key, flush=True)

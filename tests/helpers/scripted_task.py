@@ -1,4 +1,4 @@
-"""A task whose texts script their grading: return a reward, raise, hang, kill the process."""
+"""Tasks for grading processes, which import this module: one whose texts script their grading, and numbered problems."""
 
 import os
 import re
@@ -11,6 +11,28 @@ from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.task import Problem, Score
 
 PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None)
+PROBLEMS = 100  # of NumberedTask
+
+
+def same(problem, text):
+    """A reward function of a user."""
+    return float(text == problem.answer)
+
+
+class NumberedTask:
+    """Problem i has the id i and the prompt i. The reward is the length of the text; some texts fail in grading or take long."""
+
+    def __len__(self):
+        return PROBLEMS
+
+    def __getitem__(self, index):
+        return Problem(str(index), ({"role": "user", "content": str(index)},), index)
+
+    def grade(self, problem, text):
+        if text == "broken":
+            raise ValueError("a broken text")
+        time.sleep(60.0 if text == "long" else 0.0)
+        return Score(float(len(text)), {})
 
 
 class Scripted:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -26,9 +27,16 @@ def free_port() -> int:
 class Server:
     """A server process with its process group."""
 
-    def __init__(self, model_dir: str, config: EngineConfig, log: Path, inside: list[str] | None = None):
-        """Args: config: with the address; inside: command prefix that runs the server on another machine."""
+    def __init__(
+        self, model_dir: str, config: EngineConfig, log: Path, inside: list[str] | None = None, forks: bool = False
+    ):
+        """Args: config: with the address; inside: command prefix that runs the server on another machine; forks: start
+        faster than the command of a user (forking_server.py), for tests that are not about servers."""
         command, self.environ = server_command(model_dir, config)
+        if forks:
+            assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+            command[2] = "helpers.forking_server"
+            self.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
         self.command = [*(inside or []), *command]
         self.address, self.log = config.address, log
         self.start()

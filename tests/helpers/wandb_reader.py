@@ -1,11 +1,10 @@
-"""Read the file of an offline W&B run with W&B's own reader, `wandb leet inspect`."""
+"""Read the file of an offline W&B run with W&B's own reader, the program behind `wandb leet inspect`."""
 
 import json
-import os
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +68,17 @@ def _start(folder: Path) -> Start:
 
 
 def _inspect(file: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(file)]
-    environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+    # As the command starts it, which would import W&B for each file.
+    program = Path(find_spec("wandb").origin).parent / "bin" / "wandb-core"
+    command = [
+        program,
+        "leet",
+        "inspect",
+        "--no-observability",
+        "--json",
+        *options,
+        "--run-file",
+        file,
+        file.parents[1],
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -20,7 +20,7 @@ model:
 def full_workspace(tmp_path_factory):
     """Return a folder with `reference`, a completed full-weight run of three steps."""
     folder = runs.make_workspace(tmp_path_factory.mktemp("full"))
-    runs.run(folder, "grpo_full", "output_dir=reference", "logging.to=[tensorboard]")
+    runs.run(folder, "grpo_full", "output_dir=reference", "logging.to=[tensorboard]", typed=True)
     return folder
 
 

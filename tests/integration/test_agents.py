@@ -129,9 +129,10 @@ engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
 """
 
 
+@pytest.mark.rest  # in `make test`: test_conversations.py, whose processes are the same, and tests/unit/grading
 def test_failing_agents_are_ungraded_and_end(workspace, served):
     """Agents that raise, die, hang with a child, or return no number; the run trains on the others."""
-    args = [*task_args("WildAgent", 4), "agent.timeout_s=8", "evaluation.task=null"]
+    args = [*task_args("WildAgent", 4), "agent.timeout_s=5", "evaluation.task=null"]
     runs.run(workspace, "grpo_full", "output_dir=wild", *args, served)
     samples = [s for step in (1, 2) for g in read_rollouts(rollout_paths(workspace / "wild")[step]) for s in g.samples]
     reasons = {sample.completion.finish_reason for sample in samples}
@@ -175,7 +176,7 @@ def test_program_trains_and_evaluates_on_rows(workspace, served):
     rows_task += [f"task.command=[{sys.executable},agent.py]", "grader.workers=2", "output_dir=program"]
     runs.run(workspace, "grpo_full", *rows_task, "evaluation.task=null", "max_steps=1", served)
     (workspace / "eval.yaml").write_text(EVALUATION)
-    output = runs.run(workspace, "evaluate", *rows_task, "output_dir=evaluated", config="eval.yaml")
+    output = runs.run(workspace, "evaluate", *rows_task, "output_dir=evaluated", served, config="eval.yaml")
     assert "temperature 1" in output
     for run, steps in (("program", (1,)), ("evaluated", (0, 1))):
         for step in steps:

@@ -145,8 +145,8 @@ def test_killed_and_resumed_trains_every_problem_once(full_workspace, served, ki
     args = [f"output_dir={name}", f"max_steps={steps}", *AHEAD]
     run, trained = full_workspace / name, 0
     for kill in range(kills):
-        # A start is told to go on; step 0 has metrics, too.
-        process = start(full_workspace, *args, *([served] if kill else []))
+        # A start is told to go on; step 0 has metrics, too. Of several kills the first one ends an engine, too.
+        process = start(full_workspace, *args, *([served] if kill or kills == 1 else []))
         latest = max(trained + 1, (kill + 1) * steps // (kills + 1))
         runs.wait_for_steps(run, 1 + random.randint(trained + 1, latest), process)
         time.sleep(random.uniform(0.0, 0.3))

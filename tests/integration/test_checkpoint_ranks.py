@@ -1,14 +1,9 @@
 """Checkpoints of two ranks: one verdict on both, whatever fails on one of them, and they load on one rank, too."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from helpers import checkpoint_runs
-from helpers import recipe_runs as runs
 from helpers.checkpoint_runs import TrainedModel, checkpoints_in, make_source
+from helpers.forked_runs import forked_ranks
 
 SCRIPT = """
 import resource
@@ -139,16 +134,7 @@ close_ranks()
 def test_two_ranks_come_to_one_verdict(tmp_path):
     source = make_source(tmp_path / "model")
     (tmp_path / "ranks.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "ranks.py"],
-        cwd=tmp_path,
-        env=runs.environment() | {"PYTHONPATH": str(Path(checkpoint_runs.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
-    assert done.stdout.count("both agree") == 2
+    assert forked_ranks(tmp_path, "ranks.py", ranks=2).count("both agree") == 2
 
     import torch
 

@@ -88,7 +88,7 @@ def address(workspace):
     config = EngineConfig(address=url, dtype="float32", max_model_len=1024, kv_cache_bytes=1 << 26)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_VARIABLE, runs.SERVER_KEY)
-        server = Server(str(workspace / "warmup" / "model"), config, workspace / "server.log")
+        server = Server(str(workspace / "warmup" / "model"), config, workspace / "server.log", forks=True)
     try:
         server.wait()
         yield f"engine.address={url}"

@@ -2,13 +2,12 @@
 ranks that are two copies of the weights, each of two parts, train, publish and resume as one process does."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from helpers import recipe_runs as runs
+from helpers.forked_runs import forked_ranks
 from helpers.tiny_runs import write_tiny_model
 
 GROUPS = """
@@ -122,19 +121,6 @@ CASES = {
 }
 
 
-def start(folder, words):
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
     """A folder in which the script has run on one rank and on two."""
@@ -143,8 +129,8 @@ def computed(tmp_path_factory):
         write_tiny_model(folder / name, **shape)
     for name, text in {"rollouts.py": GROUPS, "gradients.py": GRADIENTS, "cases.json": json.dumps(CASES)}.items():
         (folder / name).write_text(text)
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
-        start(folder, [*launcher, "gradients.py"])
+    for ranks in (1, 2):
+        forked_ranks(folder, "gradients.py", ranks=ranks)
     return folder
 
 
@@ -328,6 +314,5 @@ def test_fsdp_two_by_two_mesh_equals_one_rank(tmp_path, lora, shape):
     (tmp_path / "rollouts.py").write_text(GROUPS)
     (tmp_path / "mesh.py").write_text(MESH)
     arguments = ["mesh.py", str(tmp_path / "model"), json.dumps(lora)]
-    four = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    start(tmp_path, [*four, *arguments, "2 x 2"])
-    assert "four ranks are one" in start(tmp_path, arguments)
+    forked_ranks(tmp_path, *arguments, "2 x 2", ranks=4)
+    assert "four ranks are one" in forked_ranks(tmp_path, *arguments, ranks=1)

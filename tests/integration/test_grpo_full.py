@@ -91,7 +91,7 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, served):
             [*command, *engine], cwd=workspace, env=runs.environment(), start_new_session=True, **quiet
         )
         if logged(run_dir) >= lines:
-            time.sleep(rng.uniform(3.0, 9.0))
+            time.sleep(rng.uniform(3.0, 6.0))
         deadline = time.monotonic() + 240
         while logged(run_dir) < lines and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -49,6 +49,7 @@ def test_unified_trains_and_samples_in_the_same_blocks(workspace):
     assert "GEMMs: reference for fprop, dgrad, wgrad of" in text and "sent after each step" in text
 
 
+@pytest.mark.rest  # in `make test`: tests/unit/training/test_publish.py
 def test_mismatch_gate_passes_update_engine_dtype_cannot_hold(workspace):
     """A file from the hub lies on the grid of bfloat16, and so small an update leaves nearly all of its weights there: the engine
     shows next to nothing of it, and nothing is wrong but the mixture of dtypes, which is said."""

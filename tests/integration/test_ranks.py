@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from helpers import recipe_runs as runs
+from helpers.forked_runs import forked_ranks
 from torchtune_ext.training import collectives
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -30,7 +30,21 @@ from torchtune_ext.training.collectives import all_gather
 from torchtune_ext.training.distributed import RanksConfig, init_ranks
 from torchtune_ext.training.recipe_runner import run_recipe
 
-what, deadline_s, done = sys.argv[1], float(sys.argv[2]), Path("done")
+what, deadline_s = sys.argv[1], float(sys.argv[2])
+if len(sys.argv) > 3:  # the port of a store that another process holds, as torchrun's agent does
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": sys.argv[3]}
+
+
+def listening():
+    # Addresses at which this process listens, as the kernel writes them.
+    inodes = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                addresses.add(fields[1].split(":")[0])
+    return addresses
 
 
 class Recipe:
@@ -40,6 +54,7 @@ class Recipe:
     def setup(self):
         self.ranks = init_ranks("cpu", RanksConfig(deadline_s))
         print(f"rank {self.ranks.rank} has pid {os.getpid()}, gloo on {os.environ.get('GLOO_SOCKET_IFNAME')}", flush=True)
+        print(f"rank {self.ranks.rank} listens on {listening()}", flush=True)
 
     def train(self):
         assert self.ranks.any(self.ranks.rank == 1) and not self.ranks.any(False)
@@ -52,7 +67,7 @@ class Recipe:
         if what == "rank 0 raises":
             self.ranks.any(False)
         print(f"rank {self.ranks.rank} computes", flush=True)
-        while not any(all_gather(done.exists())):
+        while not all(all_gather(what == "sample")):
             time.sleep(0.01)
 
     def cleanup(self):
@@ -66,18 +81,13 @@ run_recipe(Recipe)
 class Run:
     """Two ranks of the script, and what they have printed so far."""
 
-    def __init__(self, folder: Path, what: str, deadline_s: float, torchrun: bool = True):
-        self.folder = folder
+    def __init__(self, folder: Path, what: str, deadline_s: float):
         (folder / "ranks.py").write_text(SCRIPT)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if torchrun else []
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         command = [sys.executable, *launch, "ranks.py", what, str(deadline_s)]
-        environments = [{}] if torchrun else by_hand()
         self.file = folder / "output"
         with self.file.open("w") as output:
-            self.processes = [
-                subprocess.Popen(command, cwd=folder, env=runs.environment() | extra, stdout=output, stderr=output)
-                for extra in environments
-            ]
+            self.process = subprocess.Popen(command, cwd=folder, env=runs.environment(), stdout=output, stderr=output)
 
     @property
     def text(self) -> str:
@@ -92,18 +102,10 @@ class Run:
         return int(self.find(rf"rank {rank} has pid (\d+)")[1])
 
     def end(self) -> None:
-        for process in self.processes:
-            for child in [*psutil.Process(process.pid).children(recursive=True), process] if alive(process.pid) else []:
-                child.kill()
-            process.wait(20)
-
-
-def by_hand() -> list[dict[str, str]]:
-    """The environment of two ranks that no torchrun starts, as under srun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [{"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for r in (0, 1)]
+        process = self.process
+        for child in [*psutil.Process(process.pid).children(recursive=True), process] if alive(process.pid) else []:
+            child.kill()
+        process.wait(20)
 
 
 def wait_until(condition, seconds, message=lambda: "") -> None:
@@ -124,8 +126,8 @@ def alive(pid: int) -> bool:
 def start(tmp_path):
     started = []
 
-    def go(*args, **options) -> Run:
-        started.append(Run(tmp_path, *args, **options))
+    def go(*args) -> Run:
+        started.append(Run(tmp_path, *args))
         return started[-1]
 
     yield go
@@ -142,38 +144,25 @@ def test_stopped_rank_ends_the_run(start):
     run.find("Another rank did not reach this collective within ranks.deadline_s: it was stopped")
     wait_until(lambda: not alive(other), 60)
     os.kill(stopped, signal.SIGKILL)  # torchrun does it, too, but only after 30 s
-    assert run.processes[0].wait(30) == 1
+    assert run.process.wait(30) == 1
 
 
-def listening(pid: int) -> set[str]:
-    """Addresses at which a process listens, as the kernel writes them."""
-    inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    addresses = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                addresses.add(fields[1].split(":")[0])
-    return addresses
-
-
-def test_ranks_wait_longer_for_rank_zero_on_localhost(start):
-    run = start("sample", 3.0)
+def test_ranks_wait_longer_for_rank_zero_on_localhost(tmp_path):
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    text = forked_ranks(tmp_path, "ranks.py", "sample", "3.0", str(store.port), ranks=2)
     for rank in (0, 1):
-        assert listening(run.pid(rank)) == {"0100007F"}, "gloo listens on 127.0.0.1"
-        run.find(f"rank {rank} computes")
-    (run.folder / "done").touch()
-    assert run.processes[0].wait(60) == 0, run.text
-    assert run.text.count("gloo on lo") == 2 and run.text.count("a good end") == 1
-    assert "terminate called" not in run.text and "Traceback" not in run.text
+        assert f"rank {rank} listens on {{'0100007F'}}" in text, "gloo listens on 127.0.0.1"
+        assert f"rank {rank} computes" in text
+    assert text.count("gloo on lo") == 2 and text.count("a good end") == 1
+    assert "terminate called" not in text and "Traceback" not in text
 
 
-def test_rank_exception_ends_other_rank_at_once(start):
-    run = start("rank 1 raises", 60, torchrun=False)
-    assert run.processes[1].wait(60) == 1
-    assert "a mistake on one rank" in run.text and "terminate called" not in run.text
-    assert run.processes[0].wait(60) == 1, "gloo tells it"
-    assert "terminate called" not in run.text
+def test_rank_exception_ends_other_rank_at_once(tmp_path):
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    # gloo ends the other rank, long before its deadline.
+    text = forked_ranks(tmp_path, "ranks.py", "rank 1 raises", "600", ranks=2, timeout=60, status=1)
+    assert "a mistake on one rank" in text and "terminate called" not in text
 
 
 def test_ranks_waiting_for_failed_rank_zero_end(start):
@@ -181,7 +170,7 @@ def test_ranks_waiting_for_failed_rank_zero_end(start):
     run = start("rank 0 raises", 60)
     run.find("a mistake on one rank")
     run.find("rank 0 failed while this rank waited for it", 15)
-    assert run.processes[0].wait(15) == 1
+    assert run.process.wait(15) == 1
 
 
 def test_closed_store_does_not_hide_rank_error(monkeypatch):

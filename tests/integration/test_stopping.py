@@ -85,6 +85,7 @@ def test_ctrl_c_reports_step_and_resume_command(workspace, served):
     assert start.whole["exit_code"] == 130
 
 
+@pytest.mark.rest  # in `make test`: tests/unit/run/test_stop.py
 def test_ctrl_c_while_it_sets_up(workspace):
     log, run_dir = workspace / "set_up.txt", workspace / "set_up"
     with log.open("w") as out:
@@ -139,6 +140,7 @@ def test_sigterm_saves_step_and_resumed_run_is_identical(workspace, served, rank
             assert [line["step"] for line in runs.metrics(workspace / run)] == list(range(total + 1))
 
 
+@pytest.mark.rest  # in `make test`: tests/unit/run/test_stop.py
 def test_stop_grace_exceeded_reports_last_checkpoint(workspace, served):
     """Half a second is less than a step takes here, with 40 samples of each prompt."""
     args = ["output_dir=late", "max_steps=400", "checkpoints={every: 1, stop_grace_s: 0.2}", "samples_per_prompt=40"]

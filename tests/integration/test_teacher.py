@@ -47,7 +47,7 @@ def server(workspace):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHTUNE_EXT_API_KEY", runs.SERVER_KEY)
         config = EngineConfig(address=f"http://127.0.0.1:{free_port()}", **SIZES)
-        server = Server(str(workspace / "teacher"), config, workspace / "server.log")
+        server = Server(str(workspace / "teacher"), config, workspace / "server.log", forks=True)
         try:
             server.wait()
             yield config
@@ -63,7 +63,7 @@ def logprobs(folder, texts):
     return [each.gather(1, torch.tensor(text[1:])[:, None])[:, 0] for each, text in zip(rows, texts, strict=True)]
 
 
-@pytest.mark.parametrize("where", ["own", "server"])
+@pytest.mark.parametrize("where", [pytest.param("own", marks=pytest.mark.rest), "server"])
 def test_scores_are_those_of_transformers(workspace, server, where, tmp_path):
     texts = [np.random.default_rng(length).integers(5, 300, length).tolist() for length in (2, 17, 127)]
     texts.append(texts[2][:100] + texts[1])  # a prefix that is in the cache by then, of which vLLM has no log-probs
@@ -111,6 +111,7 @@ def test_a_replay_needs_no_teacher(distilled, workspace):
     assert weights(workspace / "again") == weights(distilled) != {}
 
 
+@pytest.mark.rest
 def test_teacher_killed_run_resumes_identically(distilled, workspace, taught):
     words = ["output_dir=killed", "resume_from_checkpoint=True", *taught]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -150,6 +150,7 @@ def test_tune_ls(wheel):
     assert ["lora_finetune_single_device", "llama2/7B_lora_single_device"] in rows  # torchtune's own are still there
 
 
+@pytest.mark.rest  # in `make test`: tests/unit/cli/test_plugin.py, and `tune cp` in test_newcomer.py
 def test_tune_cat_cp_validate(wheel):
     assert "num_layers: 2" in wheel.tune("cat", "probe/deep/tiny")
     assert "Copied file" in wheel.tune("cp", "probe/good", "./good.yaml")
@@ -167,6 +168,7 @@ def test_tune_run_two_processes(wheel):
     assert "probe rank=0 seed=1 layers=3" in printed and "probe rank=1 seed=1 layers=3" in printed
 
 
+@pytest.mark.rest
 def test_tune_run_a_copied_recipe(wheel):
     wheel.tune("cp", "probe", "my_probe.py")
     copied = wheel.root / "my_probe.py"

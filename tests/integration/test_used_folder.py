@@ -42,6 +42,7 @@ def model(run_dir, step):
     return load_file(run_dir / "checkpoints" / f"step_{step:06d}" / "model-00001-of-00001.safetensors")
 
 
+@pytest.mark.rest  # in `make test`: tests/unit/run/test_folder.py, and resuming in test_grpo_full.py
 def test_used_folder_second_run_resumes_own_checkpoints(workspace, served):
     """Run A has ended after three steps. Run B begins in the same folder with another seed, is killed, and resumed."""
     folder = workspace / "shared"
@@ -79,6 +80,7 @@ def test_used_folder_second_run_resumes_own_checkpoints(workspace, served):
     assert [line["step"] for line in runs.metrics(folder / "old-1")] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.rest  # in `make test`: tests/mistakes/test_mistakes.py
 def test_a_folder_in_use_is_refused_at_once(workspace, served):
     process = subprocess.Popen(
         runs.command("grpo_full", "output_dir=busy", "max_steps=400", served), cwd=workspace, env=runs.environment(),

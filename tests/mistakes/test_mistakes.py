@@ -22,10 +22,9 @@ from torchtune_ext.sampling.engine_args import on_cpu
 
 LINES = 3  # maximum lines of a message
 HERE = [name for name, mistake in MISTAKES.items() if not mistake.cpu_only or on_cpu()]
-# The cases that also run as a command; the first case of each group runs in each `make test`.
+# The cases that also run as a command; in each `make test` an error in the arguments, and one in the last check.
 REAL = [name for name, mistake in MISTAKES.items() if mistake.real]
-FIRST = list({name.partition(":")[0]: name for name in reversed(REAL)}.values())
-OTHERS = [name for name in REAL if name not in FIRST]
+ENDS, OTHERS = [REAL[0], REAL[-1]], REAL[1:-1]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +94,7 @@ def test_usage_error_is_one_message(place, in_fork, tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [pytest.param(FIRST, id="one of a group"), pytest.param(OTHERS, id="the others", marks=pytest.mark.rest)]
+    "names", [pytest.param(ENDS, id="first and last"), pytest.param(OTHERS, id="the others", marks=pytest.mark.rest)]
 )
 def test_command_reports_same_usage_error_as_fork(place, tmp_path, names):
     with ThreadPoolExecutor(2) as pool:
@@ -108,6 +107,7 @@ def test_command_reports_same_usage_error_as_fork(place, tmp_path, names):
 
 
 @pytest.mark.slow
+@pytest.mark.rest  # in `make test`: tests/unit/settings/test_command_line.py
 def test_torchrun_usage_error_is_printed_once_and_first(place, tmp_path):
     words = "run --nproc_per_node 2 grpo_full --config run.yaml optimizer.lr=fast"
     result = attempt(Mistake(words, ""), place, tmp_path / "run", as_command)

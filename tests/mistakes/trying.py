@@ -5,6 +5,7 @@
 Tests start a new process (`Forks`), because their own process may have threads of other tests, which a fork loses.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -199,6 +200,7 @@ def import_all() -> None:
     for name in MODULES:
         importlib.import_module(name)
     importlib.import_module("transformers").PreTrainedTokenizerFast  # noqa: B018 (a lazy import)
+    gc.freeze()  # Else the garbage collector of each fork would copy all pages of these imports.
 
 
 class Forks:

@@ -233,10 +233,8 @@ def test_bench_kernel_error_is_reported_at_once(lonely, faults, caplog):
 
 
 def test_bench_hung_process_affects_only_its_text(faults, monkeypatch, caplog):
-    monkeypatch.setattr(benches, "OVERHEAD_S", 0.5)
-    monkeypatch.setattr(benches, "START_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(benches, "PROBE_TIMEOUT_S", 0.5)
-    with bench(workers=2, deadlines=Deadlines(2.0, 4.0, 2.0, 2.0)) as two:
+    with bench(workers=2) as two:
+        monkeypatch.setitem(two._timeouts, benches.CHECK_STAGE, 12.0)
         (faults / "check-hang").touch()
         hanging = two.submit(Faulty(faults), variant())
         while (faults / "check-hang").exists():

@@ -3,7 +3,8 @@
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer
-from helpers.manual_engine import SAMPLES, SEED, ManualEngine, NumberedTask
+from helpers.manual_engine import SAMPLES, SEED, ManualEngine
+from helpers.scripted_task import NumberedTask
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline.rollout import GroupStream
 from torchtune_ext.pipeline.source import RolloutSource

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from helpers.manual_engine import NumberedTask, wait_for_groups
+from helpers.manual_engine import wait_for_groups
+from helpers.scripted_task import NumberedTask
 from torchtune_ext.pipeline.groups import outcomes_for_task
 from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem

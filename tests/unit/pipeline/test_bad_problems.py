@@ -6,7 +6,7 @@ import time
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer
-from helpers.manual_engine import NumberedTask
+from helpers.scripted_task import NumberedTask
 from helpers.waiting import wait_until
 from torchtune_ext.pipeline.source import RolloutConfig, make_prompt_check
 from torchtune_ext.tasks.problem_stream import (

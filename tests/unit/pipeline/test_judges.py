@@ -1,16 +1,22 @@
 """Graders that compare samples, end to end: real source, stream and processes, and a scripted engine."""
 
+import sys
+
+import cloudpickle
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer, completion
 from helpers.loop_engine import LoopEngine, sample_index
-from helpers.manual_engine import SEED, NumberedTask
+from helpers.manual_engine import SEED
+from helpers.scripted_task import NumberedTask
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
 from torchtune_ext.pipeline.rollout import sample_groups
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.task import Score
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # The graders need not import PyTorch with this module.
 
 
 class Longer(NumberedTask):

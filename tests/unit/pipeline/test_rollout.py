@@ -1,11 +1,13 @@
 """GroupStream with a scripted engine and real graders in their own processes."""
 
+import sys
 import threading
 import time
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer, completion
@@ -19,6 +21,7 @@ from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.step_metrics import Timer
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # The graders need not import PyTorch with this module.
 PROBLEMS = [Problem(str(i), ({"role": "user", "content": f"{i}?"},), i) for i in range(3)]
 SAMPLING = SamplingConfig(max_tokens=8, seed=5)
 

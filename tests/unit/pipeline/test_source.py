@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.manual_engine import PROBLEMS, SAMPLES, SEED, GroupRequest, NumberedTask, wait_for_groups
+from helpers.manual_engine import SAMPLES, SEED, GroupRequest, wait_for_groups
+from helpers.scripted_task import PROBLEMS, NumberedTask
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.pipeline.groups import group_from_record, group_to_json

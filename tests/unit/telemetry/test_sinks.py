@@ -262,6 +262,7 @@ def login_of(code, **variables):
     return subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.rest  # in `make test`: the same without a key
 def test_wandb_unresponsive_server_times_out():
     pytest.importorskip("wandb")
     code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',)).require_login()"

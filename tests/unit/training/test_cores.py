@@ -1,13 +1,12 @@
 """A core is reserved for an asynchronous engine, and the run prints it; freed memory is kept."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from helpers.forked_runs import forked_ranks  # noqa: E402
 from torchtune_ext.training.distributed import init_ranks  # noqa: E402
 
 
@@ -64,13 +63,14 @@ TENSORS = """
 import resource
 import sys
 import torch
-from torchtune_ext.training.distributed import init_ranks
 
 if sys.argv[1] == "kept":
+    from torchtune_ext.training.distributed import init_ranks
+
     init_ranks("cpu")
 # A block that an alignment has cut is too small for the same tensor, so some are made of new pages all the same.
 pages = []
-for _ in range(60):
+for _ in range(20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(1 << 25)
     pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -78,11 +78,9 @@ print(min(pages))
 """
 
 
-def test_large_tensor_reallocation_reuses_memory_pages():
-    kept, given_back = (
-        int(subprocess.run([sys.executable, "-c", TENSORS, way], check=True, capture_output=True, text=True).stdout)
-        for way in ("kept", "given back")
-    )
+def test_large_tensor_reallocation_reuses_memory_pages(tmp_path):
+    (tmp_path / "tensors.py").write_text(TENSORS)
+    kept, given_back = (int(forked_ranks(tmp_path, "tensors.py", way, ranks=1)) for way in ("kept", "given back"))
     assert kept < 32 and given_back >= (1 << 27) // 2**21, "128 MiB, of 4 KiB or at least of 2 MiB each"
 
 
@@ -95,13 +93,15 @@ def test_large_tensor_reallocation_reuses_memory_pages():
         (True, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
     ],
 )
-def test_init_ranks_sharing_gpu_uses_expandable_segments(shares, environ, settings):
+def test_init_ranks_sharing_gpu_uses_expandable_segments(shares, environ, settings, tmp_path, monkeypatch):
     """The settings belong to the process, so it is another one. An engine does not inherit them."""
-    code = (
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "settings.py").write_text(
         "import os, torch; from torchtune_ext.training.distributed import init_ranks; before = dict(os.environ); "
         f"init_ranks('cpu', shares_gpu={shares}); assert dict(os.environ) == before; "
         "print(torch._C._accelerator_getAllocatorSettings())"
     )
-    clean = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    output = subprocess.run([sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True)
-    assert output.returncode == 0 and output.stdout.strip() == settings, output.stderr
+    assert forked_ranks(tmp_path, "settings.py", ranks=1).strip() == settings
