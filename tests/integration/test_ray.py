@@ -188,7 +188,6 @@ def test_ray_trainer_raylet_killed_run_ends_with_checkpoint(cluster, started):
     load_file(kept / "model-00001-of-00001.safetensors")
 
 
-@pytest.mark.rest
 def test_ray_cluster_without_gpus_reports_available_resources(full_workspace, cluster):
     began_at = time.monotonic()
     status, text = ray(

@@ -47,7 +47,6 @@ def machines(folders, *words):
             process.wait(30)
 
 
-@pytest.mark.rest  # in `make test`: tests/unit/training/test_machines.py, test_fsdp.py, and two ranks in test_grpo_full.py
 def test_two_machines_train_as_one_with_one_engine(tmp_path, served):
     folder = runs.make_workspace(tmp_path)
     with machines([folder, folder], "output_dir=run", "max_steps=2", "ranks.shard_within=1", served) as both:
