@@ -22,7 +22,7 @@ from torch import Tensor
 CHUNK_ELEMENTS, LARGE_CHUNK_ELEMENTS = 1 << 27, 1 << 29
 LARGE_GPU_BYTES = 80 * 10**9
 # Logits per block on a CPU. The passes over a block find it in the caches, and float32 copies of
-# half-precision logits are no larger than a block.
+# half-precision logits are at most as large as a block.
 BLOCK_ELEMENTS = 1 << 20
 
 
