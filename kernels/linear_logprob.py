@@ -177,9 +177,7 @@ def _blockwise_logit_stats(z_CV: Tensor, *factors: Any) -> tuple[Tensor, ...]:
     return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
 
 
-def _blockwise_logit_grad(
-    z_CV: Tensor, dtype: torch.dtype, scale: float, softcap: float | None, *rows: Tensor | None
-) -> Tensor:
+def _blockwise_logit_grad(z_CV: Tensor, dtype: torch.dtype, scale: float, softcap: float | None, *rows: Any) -> Tensor:
     # In half precision the logits may be needed again. In float32 they are overwritten anyway.
     dz_CV = torch.empty_like(z_CV, dtype=dtype) if dtype.itemsize == 2 else z_CV
     for b in _blocks(z_CV):
