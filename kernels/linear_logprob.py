@@ -181,7 +181,8 @@ def _blockwise_logit_grad(z_CV: Tensor, dtype: torch.dtype, scale: float, softca
     # In half precision the logits may be needed again. In float32 they are overwritten anyway.
     dz_CV = torch.empty_like(z_CV, dtype=dtype) if dtype.itemsize == 2 else z_CV
     for b in _blocks(z_CV):
-        dz_CV[b] = _logit_grad(z_CV[b], scale, softcap, *(None if row is None else row[b] for row in rows))
+        parts: list[Any] = [row if row is None else row[b] for row in rows]
+        dz_CV[b] = _logit_grad(z_CV[b], scale, softcap, *parts)
     return dz_CV
 
 
