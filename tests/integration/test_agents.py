@@ -176,7 +176,7 @@ def test_program_trains_and_evaluates_on_rows(workspace, served):
     rows_task += [f"task.command=[{sys.executable},agent.py]", "grader.workers=2", "output_dir=program"]
     runs.run(workspace, "grpo_full", *rows_task, "evaluation.task=null", "max_steps=1", served)
     (workspace / "eval.yaml").write_text(EVALUATION)
-    output = runs.run(workspace, "evaluate", *rows_task, "output_dir=evaluated", served, config="eval.yaml")
+    output = runs.run(workspace, "evaluate", *rows_task, "output_dir=evaluated", config="eval.yaml")
     assert "temperature 1" in output
     for run, steps in (("program", (1,)), ("evaluated", (0, 1))):
         for step in steps:
