@@ -182,7 +182,9 @@ def _blockwise_logit_grad(z_CV: Tensor, dtype: torch.dtype, scale: float, softca
     dz_CV = torch.empty_like(z_CV, dtype=dtype) if dtype.itemsize == 2 else z_CV
     for b in _blocks(z_CV):
         parts: list[Any] = [row if row is None else row[b] for row in rows]
-        dz_CV[b] = _logit_grad(z_CV[b], scale, softcap, *parts)
+        block = _logit_grad(z_CV[b], scale, softcap, *parts)
+        if block.data_ptr() != dz_CV[b].data_ptr():
+            dz_CV[b] = block
     return dz_CV
 
 
@@ -207,8 +209,8 @@ class _LinearLogProb(torch.autograd.Function):
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
         statistics = _compiled(_logit_stats) if hidden_LD.is_cuda else _blockwise_logit_stats
         chunks = _chunks(labels_L.numel(), weight_VD)
-        # The backward recomputes the logits. A single chunk in half precision is saved instead: the
-        # float32 copy in `statistics` takes twice as much memory anyway.
+        # The backward recomputes the logits. A single chunk in half precision is saved instead, which
+        # spares a product; on a GPU the float32 copy in `statistics` takes twice as much anyway.
         keep = len(chunks) == 1 and hidden_LD.dtype.itemsize == 2 and any(ctx.needs_input_grad)
         saved_CV = None
         for c in chunks:

@@ -63,12 +63,16 @@ def _forked(
     with tempfile.NamedTemporaryFile("r") as log:
         environs = [{**environment(), **environ} for environ in environs]
         order = {"folder": str(folder), "words": words, "environs": environs, "log": log.name}
-        _process.stdin.write(json.dumps(order) + "\n")
-        _process.stdin.flush()
-        if not select.select([_process.stdout], [], [], timeout)[0]:
+        try:
+            _process.stdin.write(json.dumps(order) + "\n")
+            _process.stdin.flush()
+            if not select.select([_process.stdout], [], [], timeout)[0]:
+                raise AssertionError(f"the run did not exit within {timeout:g} s:\n{log.read()[-6000:]}")
+            return json.loads(_process.stdout.readline()), log.read()
+        except BaseException:  # also pytest's timeout: the next order must not get this one's answer
             _process.kill()  # and with it the forks
-            raise AssertionError(f"the run did not exit within {timeout:g} s:\n{log.read()[-6000:]}")
-        return json.loads(_process.stdout.readline()), log.read()
+            _process.wait()
+            raise
 
 
 def main() -> None:

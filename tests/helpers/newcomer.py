@@ -34,7 +34,7 @@ def walk(page: Path, folder: Path, shorter: Mapping[str, Sequence[str]] | None =
 
 def typed(folder: Path, program: str, *words: str, timeout: float = 1500, threads: int = 1) -> str:
     """Run a command in a folder; it must succeed. Return its output."""
-    if program != "python" and threads == 1:
+    if threads == 1 and (program == "torchtune-ext" or words[0] == "run"):
         status, output = forked(folder, list(words), {}, timeout)
     else:
         command = [sys.executable, *PROGRAMS[program], *words]

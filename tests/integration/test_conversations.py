@@ -141,7 +141,7 @@ def test_environment_faults_affect_only_own_episode(workspace, served, monkeypat
     words = [
         "output_dir=wild",
         "task._component_=letters.Wild",
-        "grader.timeout_s=1",
+        "grader.timeout_s=2",
         "evaluation.task=null",
         "max_steps=3",
     ]

@@ -90,10 +90,10 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, served):
         process = subprocess.Popen(
             [*command, *engine], cwd=workspace, env=runs.environment(), start_new_session=True, **quiet
         )
-        if logged(run_dir) >= lines:
-            time.sleep(rng.uniform(3.0, 6.0))
         deadline = time.monotonic() + 240
-        while logged(run_dir) < lines and process.poll() is None and time.monotonic() < deadline:
+        while process.poll() is None and time.monotonic() < deadline:
+            if (run_dir / "engine.log").exists() and logged(run_dir) >= lines:
+                break
             time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 0.6))
         if process.poll() is None:

@@ -73,10 +73,10 @@ def warmup(full_workspace):
 
 
 @pytest.fixture(scope="module")
-def async_run(full_workspace, served):
-    """A run of three steps whose engine samples ahead, with the model that it begins with as a teacher beside the rewards."""
+def async_run(full_workspace):
+    """A run of three steps whose own engine samples ahead, with the model that it begins with as a teacher beside the rewards."""
     teacher = ["teacher.model_dir=model", "loss.teacher_coef=0.5", "loss.entropy_target=9.0"]
-    runs.run(full_workspace, "grpo_async", "output_dir=async", "staleness=1", *teacher, served)
+    runs.run(full_workspace, "grpo_async", "output_dir=async", "staleness=1", *teacher)
     return full_workspace / "async"
 
 

@@ -241,7 +241,9 @@ class RunPlan:
         """Describe the shortages, by kind."""
         machine, engine, short = self.machine, self.engine, {}
         # On this machine an engine may see other GPUs than the trainer, which do not count here.
-        needed = max(self.trainers + (0 if machine.is_local else self.sampling_gpus), self.shared_gpus)
+        needed = self.trainers + (0 if machine.is_local else self.sampling_gpus)
+        if not (machine.is_local and engine is not None and engine.devices is not None):
+            needed = max(needed, self.shared_gpus)
         if 0 < machine.gpus < needed:
             short["gpus"] = f"it needs {self.gpus} GPUs: {self.roles_text()}"
         for kind, (subject, resource, bytes_, available) in self.demands().items():
@@ -314,6 +316,8 @@ class RunPlan:
     def roles_text(self) -> str:
         """Return e.g. "4 train, 4 sample (4 engines, tensor_parallel_size=1)"."""
         trains = f"{self.trainers} train{'s' if self.trainers == 1 else ''}"
+        if self.shared_gpus > self.trainers:
+            return f"{trains}, {self.shared_gpus} sample"
         if self.shared_gpus:
             return f"{trains} and sample{'s' if self.trainers == 1 else ''}"
         if not self.sampling_gpus:

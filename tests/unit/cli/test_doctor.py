@@ -176,7 +176,7 @@ def test_doctor_optional_layer_listed_with_its_cost(look):
         ([11.7], "none of grpo/", "tiny"),
         ([139.8], "qwen2_5_7B_lora_48G (1 x 48 GB)", "2 x"),
         ([78.9] * 5, "qwen2_5_7B_full (5 x 80 GB)", "8 x"),
-        ([], "tiny (CPU, 4 GB)", " x "),
+        ([], "smollm2 (CPU, 12 GB)", " x "),
     ],
 )
 def test_doctor_configs_listed_fit_the_machine(sizes_gib, first, absent):

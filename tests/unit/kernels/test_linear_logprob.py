@@ -15,7 +15,7 @@ from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, 
 @pytest.mark.parametrize("chunk_elements", [1, 60, 1 << 27])  # one label per chunk, a ragged last chunk, one chunk
 def test_equals_whole_logits(monkeypatch, temperature, chunk_elements, softcap):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 60)  # four blocks of two or three labels
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 60)  # six blocks of at most two labels
     torch.manual_seed(0)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
@@ -74,13 +74,16 @@ def test_linear_logprob_half_precision_chunk_logits_computed_once(
     monkeypatch, dtype, chunk_elements, products, softcap
 ):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 3 * 500)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 32).to(dtype).requires_grad_() for n in (64, 500))
     labels, upstream = torch.randint(0, 500, (64,)), torch.randn(2, 64)
     with Products() as counter:
         logprobs = torch.stack(linear_logprob(hidden, weight, labels, 0.8, softcap))
-        grads = torch.autograd.grad(logprobs, (hidden, weight), upstream)
+        grads = torch.autograd.grad(logprobs, (hidden, weight), upstream, retain_graph=True)
     assert counter.count == products
+    again = torch.autograd.grad(logprobs, (hidden, weight), upstream)  # the saved logits are unchanged
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     whole = torch.stack(linear_logprob_reference(*exact, labels, 0.8, softcap))
     want = torch.autograd.grad(whole, exact, upstream.double())

@@ -293,7 +293,7 @@ def test_plan_offloads_frozen_weights_of_one_rank(seven_lora, machine, offloads)
     assert plan.device_bytes == pytest.approx(awake, abs=1e6)
 
 
-def test_plan_engines_and_trainers_share_four_gpus(seven):
+def test_plan_engines_and_trainers_share_four_gpus(seven, monkeypatch):
     engine = replace(OWN, devices="0,1,2,3", sleep=True, gpu_memory_utilization=0.5)
     plan, one = planned(seven, "4x80", engine), planned(seven, "4x80", replace(engine, devices=None), trainers=4)
     assert plan.fits and plan.trainers == plan.gpus == plan.shared_gpus == plan.engines == 4
@@ -309,7 +309,11 @@ def test_plan_engines_and_trainers_share_four_gpus(seven):
     wide = planned(seven, "4x80", replace(engine, tensor_parallel_size=2))
     assert wide.engines == 2 and wide.shared_gpus == 4
     few = planned(seven, "4x80", replace(engine, devices="0,1,2,3,4,5"), trainers=4)
-    assert "it needs 6 GPUs: 4 train and sample" in verdict(few)
+    assert "it needs 6 GPUs: 4 train, 6 sample" in verdict(few)
+    # The trainer may see fewer of this machine's GPUs than the engines.
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=900 * GIB))
+    here = Machine(4, 80 * GIB, 900 * GIB, "the GPUs here", is_local=True)
+    assert "gpus" not in planned(seven, here, replace(engine, devices="0,1,2,3,4,5"), trainers=4).shortages
 
 
 def test_plan_sharded_adapters_name_one_rank(seven_lora):
