@@ -242,7 +242,7 @@ class RunPlan:
         machine, engine, short = self.machine, self.engine, {}
         # On this machine an engine may see other GPUs than the trainer, which do not count here.
         needed = self.trainers + (0 if machine.is_local else self.sampling_gpus)
-        if not (machine.is_local and engine is not None and engine.devices is not None):
+        if not (machine.is_local and self.engine and self.engine.devices is not None):
             needed = max(needed, self.shared_gpus)
         if 0 < machine.gpus < needed:
             short["gpus"] = f"it needs {self.gpus} GPUs: {self.roles_text()}"
