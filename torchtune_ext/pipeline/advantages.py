@@ -167,10 +167,14 @@ class AdvantageConfig:
         return (self.baseline, self.scale, self.pass_k) == ("mean", "group_std", 1)
 
     def __str__(self) -> str:
+        return self.describe(f"(baseline {self.baseline}, scale {self.scale})")
+
+    def describe(self, formula: str) -> str:
+        """Return the text of the advantage, with the name of its formula."""
         penalty = f" by {self.penalty:g}" if self.truncated == "penalize" else ""
         overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
         words = {
-            f"advantage (baseline {self.baseline}, scale {self.scale})": True,
+            f"advantage {formula}": True,
             "placebo: shuffled rewards": self.rewards == "shuffled",
             f"{self._parts_text()} normalized, then summed": self.combine == "normalize_then_sum",
             f"of {self._parts_text()}": self.parts and self.combine == "sum_then_normalize",

@@ -73,7 +73,7 @@ def print_run_header(components: RunComponents, formula: Callable[[np.ndarray], 
 
 def print_engine_ready(seconds: float) -> None:
     """Print that the engine is ready, `seconds` after its start."""
-    print_text(f"{ENGINE_READY_PREFIX} {seconds:.0f} s")
+    print_text(f"{ENGINE_READY_PREFIX} {seconds:.0f} s, from its own start")
 
 
 def model_text(hf_model: HFModel, model: nn.Module, trained_weights: FullWeights | LoRAWeights | str) -> str:
@@ -156,7 +156,7 @@ def advantage_text(config: AdvantageConfig, formula: Callable[[np.ndarray], np.n
         return str(config)
     name = describe_function(formula)
     if config.uses_formula:
-        return f"advantage {name}"
+        return config.describe(name)
     return f"{config} ({name} is not used: it needs baseline=mean, scale=group_std, pass_k=1)"
 
 

@@ -17,7 +17,7 @@ class GameTask(ABC):
     Args:
         name: name of the game; the ids of the problems start with it.
         rows: a JSONL, CSV or parquet file, or the rows themselves; None: a game without rows.
-        count: number of problems; None: all rows starting with `first`, or endless without rows.
+        count: number of problems; None: all rows starting with `first`.
         first: index of the first problem.
         seed: seed of the games.
         max_turns: largest number of assistant turns.

@@ -148,7 +148,7 @@ def test_header_summarizes_planned_run():
     )
     assert texts[4] == "runs/tiny/grpo; a checkpoint every 40 steps; graders print into grader.log"
     assert texts[5] == "starting, its log: runs/tiny/grpo/engine.log"
-    assert printed(print_engine_ready, 9.4) == ["engine:    ready after 9 s"]
+    assert printed(print_engine_ready, 9.4) == ["engine:    ready after 9 s, from its own start"]
     output = lines(settings("grpo/tiny", evaluation={"every": 1}), every=1)
     assert output[3].endswith("TemporalClue, 256, every step")
     assert output[4].endswith("runs/tiny/grpo; a checkpoint every step; graders print into grader.log")
@@ -227,5 +227,7 @@ def test_header_names_changed_advantage_formula():
     assert re.fullmatch(
         r"advantage test_header.median_formula \(test_header.py:\d+\)", advantage_text(plain, median_formula)
     )
+    parts = AdvantageConfig(parts={"near": 1.0, "short": 0.2})
+    assert advantage_text(parts, median_formula).endswith("), of 1 near + 0.2 short")
     text = advantage_text(pass_at_2, median_formula)
     assert text.startswith(str(pass_at_2)) and "median_formula (test_header.py" in text and "is not used" in text
