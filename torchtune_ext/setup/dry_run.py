@@ -209,8 +209,9 @@ def make_plan(cfg: RunSettings, machine: Machine) -> tuple[RunPlan, list[str]]:
     # The dtype follows the planned machine, not this machine.
     name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=engine_fp8 is not None)
     dtype, engine = DTYPES[name], cfg.engine.with_trainer_defaults(name)
-    merged = cfg.adapters.resolve_publish_mode(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
     sizes = ModelSizes(model, dtype, fp8_configs, getattr(torch, engine.dtype))
+    publish_mode = cfg.adapters.resolve_publish_mode(bool(cfg.model.get("use_dora")), engine.dtype)
+    loads_adapters = sizes.has_frozen_params and publish_mode == "adapter"
     planned = copy(cfg)
     planned.engine = engine
     plan = RunPlan(
@@ -220,7 +221,8 @@ def make_plan(cfg: RunSettings, machine: Machine) -> tuple[RunPlan, list[str]]:
         reference=loss_requirements(cfg.loss.instantiate()).reference_logprobs,
         # The engine receives adapters without the frozen weights, unless the adapters are merged,
         # or FP8 or NF4 has changed the frozen weights, which are then sent once.
-        publishes_full_weights=not sizes.has_frozen_params or merged or engine_fp8 is not None or sizes.largest_nf4 > 0,
+        publishes_full_weights=not loads_adapters or engine_fp8 is not None or sizes.largest_nf4 > 0,
+        engine_loads_adapters=loads_adapters,
         optimizer_bytes=measure_optimizer_state(cfg.optimizer.instantiate),
     )
     if engine_fp8 is not None:

@@ -71,6 +71,7 @@ class RunPlan:
     trainers: int = 1  # number of training devices
     reference: bool = False  # whether the loss uses a reference policy
     publishes_full_weights: bool = True  # True: the engine receives full weights, not only adapters
+    engine_loads_adapters: bool = False  # True: the engine holds adapters next to the base weights
     optimizer_bytes: float = ADAMW_BYTES  # bytes of optimizer state per trained value
 
     def __post_init__(self):
@@ -83,7 +84,7 @@ class RunPlan:
         if self.engine_placement != "none" and (
             self.engine_placement != "server" or (machine.gpus and not machine.is_local)
         ):
-            adapter_bytes = 0 if self.publishes_full_weights else self.published_bytes
+            adapter_bytes = itemsize * sizes.trained_params if self.engine_loads_adapters else 0
             self.engine_rows = estimate_engine_bytes(sizes, self.engine, machine.gpu_bytes, adapter_bytes)
             self.cached_tokens = kv_cache_tokens(sizes, self.engine, self.engine_rows["KV cache"])
         # Bytes of each training GPU, by content: in an update, and while the engine is awake.
@@ -339,7 +340,7 @@ def estimate_engine_bytes(
         sizes: sizes of the model.
         config: settings of the engine.
         gpu_bytes: memory of each GPU; 0: the engine uses the CPU.
-        adapter_bytes: bytes of adapters that are published without the other weights.
+        adapter_bytes: bytes of adapters next to the base weights.
 
     Returns:
         Bytes by content.
@@ -421,8 +422,9 @@ def verdict(plan: RunPlan) -> str:
     where = f"{'on' if plan.machine.gpus or not plan.machine.is_local else 'into'} {plan.machine}"
     if plan.fits:
         lines = [f"fits {where}:"]
-        for subject, resource, bytes_, _ in plan.demands().values():
-            lines.append(f"  {subject} {format_bytes(bytes_)} {resource}")
+        for subject, resource, bytes_, available in plan.demands().values():
+            left = "" if available is None else f", {format_bytes(available - bytes_)} stay free"
+            lines.append(f"  {subject} {format_bytes(bytes_)} {resource}{left}")
         if plan.trainers > 1:
             lines.append(f"  start it with --nproc_per_node {plan.trainers}")
         return "\n".join(lines)

@@ -91,6 +91,7 @@ def planned(
         machine,
         reference=reference,
         publishes_full_weights=publishes_all,
+        engine_loads_adapters=not publishes_all,
         optimizer_bytes=optimizer_bytes,
     )
     return plan.with_trainers(trainers)
@@ -438,8 +439,8 @@ def test_plan_verdict_fit_is_one_line_with_requirements(seven):
     plan = planned(seven, "5x80")
     assert plan.fits and verdict(plan).splitlines() == [
         "fits on 5 x 80 GB (78.8 GiB each):",
-        f"  training takes {format_bytes(plan.device_bytes)} of each GPU",
-        "  each replica takes 70.9 GiB of each GPU",
+        f"  training takes {format_bytes(plan.device_bytes)} of each GPU, 28.3 GiB stay free",
+        "  each replica takes 70.9 GiB of each GPU, 7.9 GiB stay free",
         f"  the run takes {format_bytes(plan.host_bytes)} of main memory",
         "  checkpoints take 397.2 GiB of disk",
         "  start it with --nproc_per_node 4",
