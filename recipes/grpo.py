@@ -209,7 +209,7 @@ class GRPORecipe:
             cfg.ranks,
             concurrent_engine=prefetching,
             output_dir=cfg.output_dir,
-            shares_gpu=cfg.engine.sleep,
+            shares_gpu=bool(cfg.engine.sleep),
         )
         # This seeds adapter initialization and dropout. Sampling requests have their own seeds.
         torch.manual_seed(cfg.seed)

@@ -45,20 +45,24 @@ def require_equal(folder, name, expected, step=3):
         assert want.keys() == result.keys() and all(torch.equal(want[key], result[key]) for key in want), file
 
 
-def test_lora_with_offload_equals_run_without(workspace):
-    run(workspace, "turns", *SLEEPS)
-    require_equal(workspace, "turns", "reference")
-    lines = runs.metrics(workspace / "turns")
+@pytest.mark.parametrize("level", [1, 2])
+def test_lora_with_offload_equals_run_without(workspace, level):
+    """At level 2 the engine loses its base weights in each sleep, and rereads them."""
+    name = f"turns_{level}"
+    run(workspace, name, *SLEEPS, f"engine.sleep={level}")
+    require_equal(workspace, name, "reference")
+    lines = runs.metrics(workspace / name)
     assert lines[-1]["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2)
     # The engine starts and sleeps for the trainer. It wakes up for each weight sync, sleeps while its canary is checked, and
     # wakes up for the next step; after the last one for the evaluation.
     turns = [
-        (f"load {version} of {what}, sleep level 1", "sleep at level 1")
+        (f"load {version} of {what}, sleep level {level}", f"sleep at level {level}")
         for version in range(4)
-        for what in ("adapter", "nothing")
+        for what in ("adapter", "nothing" if level == 1 else "adapter")
     ]
-    events = ["load 0 of nothing, sleep level 0", "sleep at level 1", *(event for turn in turns for event in turn)]
-    assert (workspace / "turns" / "transitions.txt").read_text().splitlines() == events[:-1]
+    asleep = f"sleep at level {level}"
+    events = ["load 0 of nothing, sleep level 0", asleep, *(event for turn in turns for event in turn)]
+    assert (workspace / name / "transitions.txt").read_text().splitlines() == events[:-1]
 
 
 @pytest.mark.rest

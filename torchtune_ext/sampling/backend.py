@@ -305,7 +305,8 @@ class Backend(ProcessStatus, Protocol):
     async def sleep(self, level: int) -> None:
         """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 drops them.
 
-        `load` wakes the replica from both levels. A replica with its own GPU may ignore the call.
+        `load` wakes the replica from both levels; after level 2 without the model's buffer it rereads
+        the model's files. A replica with its own GPU may ignore the call.
 
         Raises:
             BackendCrashed: If the replica crashes.

@@ -129,7 +129,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         # vLLM requires this fraction of the GPU to be free at start, even if the cache has a fixed
         # size. Next to a trainer or another engine a large fraction is not free.
         share = MIN_GPU_UTILIZATION if config.kv_cache_bytes else config.gpu_memory_utilization
-        args |= {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
+        args |= {"gpu_memory_utilization": share, "enable_sleep_mode": bool(config.sleep)}
         if config.tensor_parallel_size > 1:
             # Without it vLLM would count the trainer's visible GPUs instead of the engine's.
             args["distributed_executor_backend"] = "mp"

@@ -336,7 +336,8 @@ class EngineReplica:
                 async with self._buffers.read_lock():
                     # Level 1 copies the weights into host memory. If the weight buffer already
                     # holds complete weights there, level 2 avoids that copy.
-                    await backend.sleep(2 if model.manifest is not None and model.complete else 1)
+                    is_published = model.manifest is not None and model.complete
+                    await backend.sleep(2 if is_published or self.config.sleep == 2 else 1)
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns the checksums of each worker (`Engine.checksums`). Raises as `attempt`."""

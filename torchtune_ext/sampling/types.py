@@ -111,8 +111,10 @@ class EngineConfig:
     kv_on_publish: Literal["recompute", "keep"] = Field(
         default="recompute", description="KV cache of in-flight requests after a weight sync: recompute or keep"
     )
-    sleep: bool = Field(
-        default=False, description="colocated engine: release GPU memory between sampling and weight sync"
+    sleep: bool | Literal[2] = Field(
+        default=False,
+        description="colocated engine: release GPU memory between sampling and weight sync; 2: vLLM's sleep level 2, which "
+        "keeps no weights in main memory and rereads an adapter's base model from `model_dir`",
     )
     address: Annotated[str | None, BeforeValidator(_join_addresses, json_schema_input_type=str | list[str] | None)] = (
         Field(

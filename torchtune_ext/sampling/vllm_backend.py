@@ -78,14 +78,15 @@ class VLLMBackend(ProcessStatus):
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
         await self.ping(self.config.probe_deadline_s)
-        if not buffers:
-            if self.sleep_level:
-                await self.slow_call("wake_up")
-                self.sleep_level = 0
-            await self.quick_call("update_weight_version", new_version=str(version))
-            return 0.0, 0.0
         if self.sleep_level:
             await self.slow_call("wake_up", tags=["weights"])
+        if self.sleep_level == 2 and all(buffer.adapter is not None for buffer in buffers):
+            # Level 2 has dropped the base weights, and no buffer holds them: vLLM rereads its files.
+            await self.slow_call("collective_rpc", method="reload_base")
+        if not buffers:
+            await self.finish_wake_up()
+            await self.quick_call("update_weight_version", new_version=str(version))
+            return 0.0, 0.0
         await self.init_transfer(buffers)
         started = time.monotonic()
         try:
@@ -104,14 +105,18 @@ class VLLMBackend(ProcessStatus):
             for buffer in buffers:
                 await self.load_buffer(buffer, version)
             loaded = time.monotonic()
-            if self.sleep_level:
-                await self.slow_call("wake_up", tags=["kv_cache", "scheduling"])
-                self.sleep_level = 0
+            await self.finish_wake_up()
             await self.quick_call("resume_generation")
         except ValueError as error:
             # The replica is paused and its weights may be half loaded, so it must be restarted.
             raise BackendCrashed(f"the engine refused a weight update after its start: {error}") from error
         return time.monotonic() - started, loaded - loading
+
+    async def finish_wake_up(self) -> None:
+        """Wakes what sleeps next to the weights, which `load` has woken and loaded before."""
+        if self.sleep_level:
+            await self.slow_call("wake_up", tags=["kv_cache", "scheduling"])
+            self.sleep_level = 0
 
     async def init_transfer(self, buffers: Sequence[WeightBuffer]) -> None:
         """Lets the replica open (on a GPU: pin) the trainer's memory; sampling continues."""

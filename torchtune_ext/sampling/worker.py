@@ -475,11 +475,18 @@ class WeightLoader:
 
     # Attributes of the worker, only declared: vLLM refuses a mixin that defines the same names.
     model_runner: Any
+    reload_weights: Callable[[], None]
     weight_transfer_engine: CheckedTransfer
 
     def checksums(self) -> dict[str, int | None]:
         """Returns tensor name -> checksum of the last weight syncs; None if two copies differed."""
         return {name: value for part in LOADED_CHECKSUMS.values() for name, value in part.items()}
+
+    def reload_base(self) -> None:
+        """Rereads the model's files after sleep level 2, which has dropped all that was published."""
+        LOADED_CHECKSUMS["model"], LOADED_CHECKSUMS["adapter"] = {}, {}
+        self.reload_weights()
+        retie_lm_head(text_model(self.model_runner.model))
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
         """Loads an adapter from the trainer's memory.

@@ -43,14 +43,15 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
         )
     # The scheduler refuses a staleness and prefetch_steps that do not fit together.
     StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.prefetch_steps)
+    sleep = str(cfg.engine.sleep).lower()
     if cfg.staleness and cfg.engine.sleep:
         raise UsageError(
-            f"staleness={cfg.staleness} with engine.sleep=true: a sleeping engine frees its memory during training, so it "
+            f"staleness={cfg.staleness} with engine.sleep={sleep}: a sleeping engine frees its memory during training, so it "
             "cannot prefetch. Fix: give it its own GPUs (engine.devices), or set staleness=0"
         )
     if cfg.engine.sleep and cfg.engine.address is not None:
         raise UsageError(
-            f"engine.sleep=true with engine.address={cfg.engine.address}: a server does not share the trainer's GPU and "
+            f"engine.sleep={sleep} with engine.address={cfg.engine.address}: a server does not share the trainer's GPU and "
             "cannot sleep. Fix: set engine.sleep=false"
         )
     if cfg.staleness and cfg.refill_rounds:

@@ -38,6 +38,7 @@ SAMPLER_BYTES = 20
 PACKED_BUFFER_BYTES = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
 SHARED_ENGINE_ROW = "engine on the same GPU"
+ASLEEP_ROW = "weights of sleeping engines"
 CHECK_ROW = "float32 check of a weight sync, beyond the freed memory"
 NAME_WIDTH, FIGURE_WIDTH = 58, 12  # column widths of the table, in characters
 
@@ -210,12 +211,12 @@ class RunPlan:
         # While a checkpoint file is written, its tensors and safetensors' copy are in memory.
         saved = 4 * sizes.trained_params if sizes.has_frozen_params else sizes.total_params * sizes.dtype.itemsize
         file = min(SHARD_BYTES, saved)
-        sleeps = self.engine_placement == "sleeps" and on_gpus
+        kept = self.engines if on_gpus and self.engine_placement == "sleeps" and self.engine.sleep != 2 else 0
         # Weight files do not count: they are memory-mapped, and Linux drops their pages if needed.
         return {
             "processes of ranks and engine (allowance)": processes * PROCESS_BYTES,
             "published weights in shared memory": self.published_bytes if self.engine else 0,
-            "weights of sleeping engines": self.engines * sizes.engine_bytes if sleeps else 0,
+            ASLEEP_ROW: kept * sizes.engine_bytes,
             "frozen weights while the engine is awake": sizes.frozen_bytes if self.offloads else 0,
             "reference and weights swapped out, float32": swapped,
             "largest tensor on each rank, while weights are read": ranks * sizes.largest_param * (2 if on_gpus else 4),
@@ -297,6 +298,7 @@ class RunPlan:
                 "a higher engine.tensor_parallel_size": self.machine.gpus > 1,
             },
             "host": ({} if on_gpus else memory)
+            | {"engine.sleep=2": self.host_rows[ASLEEP_ROW] > 0}
             | {"another GPU for the engine instead of engine.sleep": self.offloads}
             | {"fewer ranks": self.trainers > 1}
             | adapters

@@ -354,7 +354,10 @@ def test_plan_offload_without_main_memory_is_refused(seven_lora, monkeypatch):
     plan = planned(seven_lora, here, engine, row_tokens=4096, publishes_all=False)
     text = verdict(plan)
     assert plan.shortages.keys() == {"host"} and "the run takes 35.1 GiB of main memory, but 32.0 GiB are free" in text
-    assert "\n    another GPU for the engine instead of engine.sleep\n" in text
+    assert "cheapest first:\n    engine.sleep=2\n    another GPU for the engine instead of engine.sleep\n" in text
+    dropped = planned(seven_lora, here, replace(engine, sleep=2), row_tokens=4096, publishes_all=False)
+    assert dropped.fits and plan.host_bytes - dropped.host_bytes == seven_lora.engine_bytes
+    assert "engine.sleep=2" not in dropped.fixes("host")
     assert planned(seven_lora, replace(here, host_bytes=36 * GIB), engine, row_tokens=4096, publishes_all=False).fits
 
 
