@@ -11,7 +11,7 @@ from clocks and widths for other GPUs, and are measured on a CPU.
 
 Models have published sizes and random weights, which are made once in `--scratch`. Items of whole runs use a shipped config
 with a task whose reward is random. Items with "(stack)" need the packages of the installation page; the others need only torch,
-torchtune and the project. Items 4 and 5 use a part of the GPU as large as a 24 GB card: another process holds the rest.
+torchtune and the project. Items 4, 5 and 11 use a part of the GPU as large as a 24 GB card: another process holds the rest.
 
 The order is by importance: what does not fit into `--seconds` is left out at the end.
 """

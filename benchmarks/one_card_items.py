@@ -466,6 +466,7 @@ def fp8_kernel(bench: Bench) -> None:
 
 CARD_RUN = partial(whole_run, config="qwen2_5_3B_lora_24G", model="Qwen2.5-3B", steps=2, gib=CARD_GIB)
 SEGMENTS_RUN = partial(CARD_RUN, PYTORCH_ALLOC_CONF="expandable_segments:False")
+LEVEL_2_RUN = partial(CARD_RUN, changes=("engine.sleep=2",))
 BIG_RUN = partial(whole_run, config="qwen2_5_7B_lora_48G", model="Qwen2.5-7B", steps=3)
 
 
@@ -489,6 +490,7 @@ ITEMS = {
     6: Item(140, "7B LoRA with a sleeping engine on the whole card", BIG_RUN, stack=True),
     8: Item(20, "checksum of weights on the CPU and through the GPU", checksum_rates),
     10: Item(60, "FP8: tests, and the kernel that vLLM chooses", fp8_kernel, stack=True),
+    11: Item(90, "item 4 at sleep level 2, which rereads the base model at each wake-up", LEVEL_2_RUN, stack=True),
     5: Item(90, "item 4 without expandable segments", SEGMENTS_RUN, stack=True),
     7: Item(60, "7B QLoRA, compiled, one update of 8k tokens", update_of_7b_qlora),
     9: Item(60, "engine of 3B at 1,024 sequences, tokens per engine step", step_tokens, stack=True),
