@@ -99,6 +99,7 @@ def test_trackio_resumed_run_continues_one_run(tmp_path):
     done = run_script(tmp_path, "trackio", BOTH + READ["trackio"])
     name, logs, config = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
     assert name == "name-id1" and "dropped" not in done.stderr
+    assert done.stdout.count("* Run finished") == 2, "once for each start"
     scalars = [(line["step"], line["reward/mean"]) for line in logs if "reward/mean" in line]
     assert sorted(scalars) == [(1, 0.25), (2, 0.5), (2, 0.5), (3, 0.75)]
     assert config["max_steps"] == 3 and config["task"]["_component_"] == "a.B"

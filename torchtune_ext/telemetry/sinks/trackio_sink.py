@@ -40,4 +40,5 @@ class Trackio:
         self._run.log({TABLE_KEY.format(step): self._trackio.Table(columns=COLUMNS, data=rows)}, step)
 
     def close(self, status: int) -> None:
-        self._run.finish()
+        # After `finish` of the run itself, trackio finishes it again at exit.
+        self._trackio.finish()
