@@ -34,7 +34,7 @@ def run(tmp_path, repo_root):
         log.write_text("")
         env = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{base}", "LOG": str(log), "PLACE": str(tmp_path)} | variables
         command = [str(repo_root / "scripts" / script), *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
         return done.returncode, log.read_text().splitlines(), done.stdout + done.stderr
 
     return call
