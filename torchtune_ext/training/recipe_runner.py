@@ -88,8 +88,8 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
             is_peer_shutdown = stop.stop_requested and is_distributed and _is_peer_failure(error)
             if not (stop.raised_by_handler or is_peer_shutdown):
                 stop.exit_status = exit_status_of(error) or FAILURE_STATUS
-                if is_distributed and _is_collective_timeout(error):
-                    error.add_note(COLLECTIVE_TIMEOUT_NOTE)
+                if is_distributed:
+                    _explain_collective_timeout(error)
                 if is_set_up and stop.prints_messages:
                     error.add_note(stop.status_message())
                 raise
@@ -105,7 +105,13 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
     # If the ranks did not stop together, `close_ranks` would wait for stuck ranks. torchrun ends
     # stuck ranks.
     if ranks_in_sync:
-        close_ranks()
+        try:
+            close_ranks()
+        except RuntimeError as error:
+            _explain_collective_timeout(error)
+            if stop.prints_messages:
+                error.add_note(message)
+            raise
     if stop_signal is None:
         if stop.prints_messages:
             print_text(message)
@@ -121,10 +127,11 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
         sys.exit(128 + stop_signal)
 
 
-def _is_collective_timeout(error: Exception) -> bool:
+def _explain_collective_timeout(error: Exception) -> None:
     # gloo reports the first timeout and the following ones with these phrases. On GPUs, NCCL's
     # watchdog ends the process and names the collective.
-    return any(phrase in str(error) for phrase in ("Timed out waiting", "Application timeout"))
+    if any(phrase in str(error) for phrase in ("Timed out waiting", "Application timeout")):
+        error.add_note(COLLECTIVE_TIMEOUT_NOTE)
 
 
 def _is_peer_failure(error: Exception) -> bool:

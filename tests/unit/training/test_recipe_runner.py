@@ -181,6 +181,19 @@ def test_recipe_runner_missing_rank_is_named(monkeypatch, words):
     assert "did not reach this collective within ranks.deadline_s" in caught.value.__notes__[0]
 
 
+def test_recipe_runner_rank_missing_at_the_end(monkeypatch):
+    """All steps are done and saved when a rank is lost: the error also says so."""
+
+    def close():
+        raise RuntimeError("Timed out waiting 600000ms for recv operation to complete")
+
+    monkeypatch.setattr(recipe_runner, "close_ranks", close)
+    with pytest.raises(RuntimeError, match="Timed out") as caught:
+        recipe_runner.run_recipe(partial(Recipe, lambda recipe: None))
+    note, progress = caught.value.__notes__
+    assert "did not reach this collective within ranks.deadline_s" in note and progress == "It stood at step 3"
+
+
 def test_recipe_runner_stop_agreed_by_ranks_exits_cleanly(capsys):
     def work(recipe):
         recipe.stop.defer_sigterm()
