@@ -36,6 +36,7 @@ PROBE = """
     plots: [...document.querySelectorAll(".plot")].map((node) => node.querySelectorAll("path, circle, rect").length),
     state: text("#state"), about: text("#about"), notices: text("#notices"), said: text(".said"),
     tiles: Object.fromEntries([...document.querySelectorAll(".tile")].map((tile) => [tile.dataset.metric, [tile.querySelector("b").textContent, tile.querySelector(".note").textContent]])),
+    wrapped: [...document.querySelectorAll(".tile .value")].filter((node) => node.offsetHeight > 1.4 * node.querySelector("b").offsetHeight).length,
     legends: Object.fromEntries(["Reward", "Completion length", "Entropy"].map((title) => [title, [...legend(title).querySelectorAll(".number")].map((node) => node.textContent)])),
     when: legend("Entropy").querySelector(".at").textContent, lead: legend("Reward").querySelector("svg").getBoundingClientRect().height,
     pair: [...document.querySelectorAll("#pair .sample")].map((node) => [node.querySelector(".verdict").textContent, node.querySelector(".reward").textContent, node.querySelector("pre").textContent]),
@@ -96,7 +97,7 @@ def test_it_fits_narrow_and_wide_light_and_dark(shown):
     assert "CONSOLE" not in console
     for copy in copies.values():
         assert copy["faults"] == [] and copy["trouble"] and copy["over"] <= 0, copy
-        assert all(copy["plots"])
+        assert all(copy["plots"]) and (copy["width"] == WIDTHS[0] or not copy["wrapped"]), copy
         assert copy["order"] == sorted(copy["order"]), "what tells most stands first"
 
 
