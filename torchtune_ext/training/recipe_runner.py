@@ -105,13 +105,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
     # If the ranks did not stop together, `close_ranks` would wait for stuck ranks. torchrun ends
     # stuck ranks.
     if ranks_in_sync:
-        try:
-            close_ranks()
-        except RuntimeError as error:
-            _explain_collective_timeout(error)
-            if stop.prints_messages:
-                error.add_note(message)
-            raise
+        _close_ranks(message if stop.prints_messages else "")
     if stop_signal is None:
         if stop.prints_messages:
             print_text(message)
@@ -125,6 +119,16 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
         # thread, no component knows that thread, so no component can end it.
         threading.Thread(target=_exit_after_main_thread, args=[128 + stop_signal], daemon=True).start()
         sys.exit(128 + stop_signal)
+
+
+def _close_ranks(progress: str) -> None:
+    try:
+        close_ranks()
+    except RuntimeError as error:
+        _explain_collective_timeout(error)
+        if progress:
+            error.add_note(progress)
+        raise
 
 
 def _explain_collective_timeout(error: Exception) -> None:
