@@ -109,7 +109,7 @@ PANELS = (
         Metric("selection/<level>", "", "moving average of a level's groups whose rewards differ"),)),
     Panel("Learning", "Grading failures", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/infra_failed", "failed", "samples whose grader or environment failed, not trained on", "above 0"),
-        Metric("groups/timed_out", "timed out", "samples whose grader, environment or agent timed out (shipped: or crashed)",
+        Metric("groups/timed_out", "timed out", "samples whose grader, environment or agent timed out, or shipped grader died",
                "it grows: the policy finds texts that hang the grader"))),
     Panel("Learning", "Turns without a comparison", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/lone_turns", "turns", "turns that only one conversation of a group reached",

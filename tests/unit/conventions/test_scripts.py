@@ -110,6 +110,14 @@ def test_pretrained_wrong_checksum_leaves_nothing(gemma):
     assert not list(folder.parent.glob(".pretrained*")) and not folder.exists()
 
 
+@pytest.mark.parametrize("name, status", [("HUP", 129), ("INT", 130), ("TERM", 143)])
+def test_pretrained_signal_leaves_nothing(tmp_path, gemma, name, status):
+    program(tmp_path / "env" / "bin" / "sha256sum", f"#!/bin/sh\nkill -{name} $PPID\n")
+    stopped, printed, folder = gemma()
+    assert stopped == status, printed
+    assert not list(folder.parent.glob(".pretrained*")) and not folder.exists()
+
+
 def test_pretrained_gemma_is_made_of_its_parts(tmp_path, gemma):
     program(tmp_path / "env" / "bin" / "sha256sum", "#!/bin/sh\nexit 0\n")
     status, printed, folder = gemma()
@@ -128,7 +136,7 @@ def test_pretrained_gemma_is_made_of_its_parts(tmp_path, gemma):
         "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n2<end_of_turn>\n"
         "<start_of_turn>user\n?<end_of_turn>\n<start_of_turn>model\n"
     )
-    # A downloaded folder of the base model gets the template, too; other folders are left alone.
+    # A downloaded folder of the base model gets the template, too.
     (folder / "chat_template.jinja").unlink()
     status, printed, _ = gemma()
     assert status == 0 and "exists already" in printed and (folder / "chat_template.jinja").is_file()
