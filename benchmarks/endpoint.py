@@ -5,8 +5,8 @@
 All play the same conversations of up to four responses. With "environments" the rollout stage owns the loop, with "endpoint"
 agent processes own it, by the openai package, and "vllm" are the same processes at a server of vLLM. Each way is a process with
 an engine of its own, and the three alternate. Each pass has new problems, and the first pass of a process warms up.
-"environments" and "endpoint" have equal seeds, so the script checks that their tokens are equal. CPU seconds of the agents are
-apart from the rest: on few cores the agents take their time from the engine.
+The seeds of the requests are equal, so the conversations are, too; the script compares the tokens. CPU seconds of the agents
+are apart from the rest: on few cores the agents take their time from the engine.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.agents import AgentConfig, AgentPool
 from torchtune_ext.grading.environments import EnvironmentPool
 from torchtune_ext.pipeline.rollout import sample_groups
+from torchtune_ext.sampling.backend import derive_seed
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.server_command import server_command
 from torchtune_ext.tasks.task import AgentClient, EnvironmentReply, Problem, Score
@@ -42,6 +43,11 @@ TOPICS = ("the sea", "a dog", "winter", "bread", "a train", "the moon", "music",
 CONFIG = EngineConfig(max_model_len=512, dtype="float32", kv_cache_bytes=1 << 29, threads=1)
 # Arguments of our servers that vLLM's own server does not need.
 OURS_ONLY = ("--skip-tokenizer-init", "--worker-extension-cls", "--weight-transfer-config", "--middleware")
+
+
+def question(number: int) -> dict[str, str]:
+    return {"role": "user", "content": f"Write {number % 9 + 3} words about {TOPICS[number % 8]}."}
+
 
 # Returns sampled tokens of a pass, and a digest of them.
 Play = Callable[[list[Problem], int], tuple[int, str]]
@@ -71,10 +77,11 @@ class Talks:
 
         policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, timeout=600)
         messages, tokens = list(problem.messages), 0
-        for _ in range(RESPONSES):
-            # Training needs the log-probs; our endpoint always records them.
+        for turn in range(RESPONSES):
+            # Training needs the log-probs; our endpoint always records them. It derives the same seeds itself.
+            seed = derive_seed(problem.answer, turn, 0) if turn else problem.answer
             response = policy.chat.completions.create(
-                model=client.model, messages=messages, max_tokens=MAX_TOKENS, logprobs=True
+                model=client.model, messages=messages, max_tokens=MAX_TOKENS, logprobs=True, seed=seed
             )
             (choice,), tokens = response.choices, tokens + response.usage.completion_tokens
             if choice.finish_reason != "stop":
@@ -156,7 +163,7 @@ def measure(way: str, model: str, agents: int, passes: int) -> None:
         play, pids = vllm(model, agents, stack) if way == "vllm" else ours(way, model, agents, stack)
         for number in range(passes + 1):
             problems = [
-                Problem(str(n), ({"role": "user", "content": f"Write {n % 9 + 3} words about {TOPICS[n % 8]}."},), None)
+                Problem(str(n), (question(n),), derive_seed(number, n - number * agents, 0))
                 for n in range(number * agents, (number + 1) * agents)
             ]
             began, used = time.perf_counter(), cpu_s(pids)

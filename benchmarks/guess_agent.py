@@ -14,6 +14,8 @@ import openai
 from torchtune_ext.tasks.guess_number import GuessNumber, GuessNumberEnvironment
 from torchtune_ext.tasks.task import AgentClient, Problem, Score
 
+HTTP = openai.DefaultHttpxClient()  # a client of its own for each game would load the certificates each time
+
 
 class GuessAgent:
     """The problems of GuessNumber, for an agent that owns the loop."""
@@ -28,7 +30,8 @@ class GuessAgent:
         return self.problems[index]
 
     def run_agent(self, problem: Problem, client: AgentClient) -> Score:
-        policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key).chat.completions
+        connection = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, http_client=HTTP)
+        policy = connection.chat.completions
         messages, rewards, game = list(problem.messages), {}, GuessNumberEnvironment(problem.answer["number"])
         parts: dict[str, float] = {"accuracy": 0.0, "failed": 0.0}
         done = False

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.agents import AgentConfig, AgentPool
@@ -42,6 +42,7 @@ from torchtune_ext.sampling.types import Completion, WeightsIncomplete
 from torchtune_ext.tasks.task import AgentClient, Problem
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
 RETRY_GRACE_S = 10.0  # a generation without a client waits this long for the client's retry
@@ -51,6 +52,8 @@ NO_RETRY = {"x-should-retry": "false"}  # read by the openai package
 MAX_CONNECTIONS = 4096
 FIRST_REQUEST_TIMEOUT_S = 30.0  # a connection without a request is closed after this many seconds
 KEEP_ALIVE_S = 10  # above the 5 s of httpx, so that a client does not reuse a connection that closes
+THREAD_BYTES = 16 << 10  # smaller inputs are processed in less time than a change of threads takes
+TOKEN_BYTES = 64  # of input that takes as long as to decode a token
 ACCEPT_PAUSE_S = 0.2  # before the next attempt if no file descriptor is left
 
 
@@ -292,8 +295,8 @@ class Endpoint:
 
         episode = self._authenticate(request)
         body = await _read_body(request)
-        parsed = await asyncio.to_thread(
-            parse_request, body, episode.sampling, self._config.ignore_client_sampling, self._warn_once
+        parsed = await _run_off_loop(
+            len(body), parse_request, body, episode.sampling, self._config.ignore_client_sampling, self._warn_once
         )
         if episode.closed:
             raise ApiError(401, "episode_finished", "the episode of this key has finished")
@@ -302,7 +305,7 @@ class Endpoint:
         generation = episode.generations.get(digest) if request.headers.get(RETRY_HEADER, "0") != "0" else None
         # A retry after an error is a new request.
         if generation is None or (generation.task.done() and not _has_result(generation.task)):
-            generation = Generation(asyncio.create_task(self._respond(episode, parsed)))
+            generation = Generation(asyncio.create_task(self._respond(episode, parsed, len(body))))
             episode.generations[digest] = generation
             episode.tasks.add(generation.task)
             generation.task.add_done_callback(episode.tasks.discard)
@@ -337,11 +340,11 @@ class Endpoint:
 
                 asyncio.get_running_loop().call_later(RETRY_GRACE_S, abort)
 
-    async def _respond(self, episode: AgentEpisode, request: ChatRequest) -> dict[str, Any]:
-        """Generates one response and adds it to the episode."""
+    async def _respond(self, episode: AgentEpisode, request: ChatRequest, size: int) -> dict[str, Any]:
+        """Generates one response to a request of `size` bytes and adds it to the episode."""
         session, max_turns = episode.session, self._config.max_turns
         try:
-            context = await asyncio.to_thread(session.find_context, request.messages, request.tools)
+            context = await _run_off_loop(size, session.find_context, request.messages, request.tools)
             if request.tools and context.extended is None and not self._has_checked_tools:
                 self._has_checked_tools = True
                 await asyncio.to_thread(self._check_tools, context)
@@ -395,7 +398,9 @@ class Endpoint:
             message = f"no response within agent.request_timeout_s={timeout_s:g}"
             raise ApiError(504, "timeout", message) from None
         response_id = f"chatcmpl-{secrets.token_hex(12)}"
-        raw, message, finish_reason, logprobs = await asyncio.to_thread(self._read, context, request, completion)
+        raw, message, finish_reason, logprobs = await _run_off_loop(
+            len(completion.tokens) * TOKEN_BYTES, self._read, context, request, completion
+        )
         if episode.closed:
             raise ApiError(401, "episode_finished", "the episode of this key has finished")
         if request.is_trained:
@@ -513,6 +518,11 @@ def _listen(host: str) -> socket.socket:
 
 def _has_result(task: asyncio.Task) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def _run_off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Calls a function, in a thread if its input has many bytes: the engine's messages use this loop, too."""
+    return function(*args) if size < THREAD_BYTES else await asyncio.to_thread(function, *args)
 
 
 async def _read_body(request: Any) -> bytes:

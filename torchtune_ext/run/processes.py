@@ -40,6 +40,7 @@ from torchtune_ext.run.process_env import copy_environment
 from torchtune_ext.run.reaper import ProcessReaper
 
 START_DEADLINE_S = 120.0  # seconds for unpickling the object, including all imports
+STARTS_PER_CORE = 8  # more processes on a core have more time, because they import at the same time
 RECEIVE_TIMEOUT_S = 10.0  # seconds until the next part of an answer arrives
 MAX_ANSWER_BYTES = 1 << 26
 MAX_START_FAILURES = 3  # consecutive failed starts after which the pool fails
@@ -48,6 +49,11 @@ _CONNECTION_ERRORS = (EOFError, OSError, pickle.UnpicklingError)
 CRASH_KINDS = "died", "killed"
 BUSY_FRACTION = 0.5  # minimum CPU time of a "timed_out" call, as a fraction of its time limit
 _REMOVE_ATTEMPTS = 20  # attempts to remove a folder while a killed process may still write to it
+
+
+def start_deadline_s(count: int) -> float:
+    """Returns the seconds that each of `count` processes has for its start."""
+    return START_DEADLINE_S * max(1.0, count / len(os.sched_getaffinity(0)) / STARTS_PER_CORE)
 
 
 class ProcessPool:
@@ -81,6 +87,7 @@ class ProcessPool:
     ) -> None:
         self._name, self._subject = name, subject
         self._count, self._output = count, output
+        self._start_deadline_s = start_deadline_s(count)
         self._start_message, self._variables = pickle.dumps((list(sys.path), target)), dict(variables)
         self._lock = threading.Lock()  # guards `_queue` and `_close_reason`
         self._queue: deque[_Call] = deque()
@@ -207,7 +214,7 @@ class ProcessPool:
                 self._reaper.close()
 
     def _start_worker(self) -> "_Worker":
-        return _Worker(self._start_message, self.folder, self._variables, self._output)
+        return _Worker(self._start_message, self.folder, self._variables, self._output, self._start_deadline_s)
 
     def _assign(self) -> None:
         # A process has one call at a time, so its crash affects no other call. A round trip takes
@@ -310,7 +317,14 @@ class _Call:
 class _Worker:
     """The parent's side of one process."""
 
-    def __init__(self, start_message: bytes, folder: Path, variables: Mapping[str, str], output: Path | None) -> None:
+    def __init__(
+        self,
+        start_message: bytes,
+        folder: Path,
+        variables: Mapping[str, str],
+        output: Path | None,
+        start_deadline_s: float,
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         # Code of another user may have a folder in it, and must traverse but not list it.
         self.folder.chmod(0o711)
@@ -337,7 +351,7 @@ class _Worker:
         self.start_refused = False  # True: the process has reported that it cannot unpickle the object
         self.is_spent = False  # True: the process has requested its replacement
         self.call: _Call | None = None  # the current call of the process
-        self._set_deadline(START_DEADLINE_S)
+        self._set_deadline(start_deadline_s)
         try:
             self.connection.send_bytes(start_message)
         except _CONNECTION_ERRORS:

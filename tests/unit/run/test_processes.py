@@ -17,7 +17,7 @@ import pytest
 
 from helpers import waiting
 from helpers.waiting import has_exited, wait_until
-from torchtune_ext.run.processes import ProcessPool
+from torchtune_ext.run.processes import ProcessPool, start_deadline_s
 
 
 class Target:
@@ -128,6 +128,12 @@ def test_a_start_that_fails_ends_those_before_it(monkeypatch):
     with pytest.raises(OSError, match="no more processes"):
         ProcessPool(cloudpickle.dumps(Target()), 2, "testing", "target")
     wait_until(lambda: workers[0].process.returncode is not None, 20)
+
+
+@pytest.mark.parametrize("count, seconds", [(1, 120.0), (16, 120.0), (32, 240.0)])
+def test_many_processes_have_longer_to_start(monkeypatch, count, seconds):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert start_deadline_s(count) == seconds
 
 
 def test_a_quiet_end_lets_processes_clean_up(tmp_path):
