@@ -1,4 +1,4 @@
-"""SmolLM2-135M learns to use the tool of examples/agents/with_openai.py; 10 to 15 minutes for each seed on two cores.
+"""SmolLM2-135M learns to use the tool of examples/agents/with_openai.py; 22 to 24 minutes for each seed on one core.
 
 After a short warm-up a few calls are right. The held-out products have other factors.
 """
