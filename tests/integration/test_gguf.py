@@ -189,7 +189,8 @@ def write_gemma(path, model, architecture, **extra):
             values = dequantize(packed, GGMLQuantizationType.Q8_0)
             writer.add_tensor(gguf_name(name, GEMMA_NAMES), packed, raw_dtype=GGMLQuantizationType.Q8_0)
         else:
-            writer.add_tensor(gguf_name(name, GEMMA_NAMES), values + 1)
+            writer.add_tensor(gguf_name(name, GEMMA_NAMES), stored := values + 1)
+            values = stored - 1  # which may round to another bfloat16
         left[name] = torch.from_numpy(np.ascontiguousarray(values)).bfloat16().float()
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
