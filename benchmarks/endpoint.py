@@ -5,8 +5,8 @@
 All play the same conversations of up to four responses. With "environments" the rollout stage owns the loop, with "endpoint"
 agent processes own it, by the openai package, and "vllm" are the same processes at a server of vLLM. Each way is a process with
 an engine of its own, and the three alternate. Each pass has new problems, and the first pass of a process warms up.
-The seeds of the requests are equal, so the conversations are, too; the script compares the tokens. CPU seconds of the agents
-are apart from the rest: on few cores the agents take their time from the engine.
+The seeds of the requests are equal, and the script compares the tokens of "environments" and "endpoint". CPU seconds of the
+agents are apart from the rest: on few cores the agents take their time from the engine.
 """
 
 import argparse
@@ -75,9 +75,7 @@ class Talks:
     def run_agent(self, problem, client):
         import openai
 
-        # As docs/how_to/agents.md advises: making a client of HTTP takes 20 ms of a core.
-        self.http = getattr(self, "http", None) or openai.DefaultHttpxClient(timeout=600)
-        policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, http_client=self.http)
+        policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, timeout=600)
         messages, tokens = list(problem.messages), 0
         for turn in range(RESPONSES):
             # Training needs the log-probs; our endpoint always records them. It derives the same seeds itself.

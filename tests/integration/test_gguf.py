@@ -200,7 +200,6 @@ def write_gemma(path, model, architecture, **extra):
 
 
 @torch.no_grad()
-@torch.no_grad()
 def require_equal_logits(folder, reference, length, vocabulary):
     """The model of a directory is as near to transformers' model in float64 as that model in float32, up to the order of sums."""
     model = from_config(str(folder))
