@@ -1,10 +1,11 @@
 """Throughput of agents at the endpoint against environments and against vLLM's own OpenAI server.
 
-    python benchmarks/endpoint.py [--model models/SmolLM2-135M-Instruct] [--agents 16] [--turns 3] [--passes 3]
+    python benchmarks/endpoint.py [--model models/SmolLM2-135M-Instruct] [--agents 16] [--passes 9]
 
 All play the same conversations of up to four responses. With "environments" the rollout stage owns the loop, with "endpoint"
 agent processes own it, by the openai package, and "vllm" are the same processes at a server of vLLM. Each way is a process with
-an engine of its own, and the three alternate. Each pass has new problems, and the first pass of a process warms up.
+an engine of its own. The three take turns, one pass each, since the speed of a shared machine changes within minutes. Each pass
+has new problems, and the first pass of a process warms up.
 The seeds of the requests are equal, and the script compares the tokens of "environments" and "endpoint". CPU seconds of the
 agents are apart from the rest: on few cores the agents take their time from the engine.
 """
@@ -68,6 +69,7 @@ class Talks:
     """The conversation, as an environment and as an agent."""
 
     max_turns = RESPONSES
+    http = None  # one HTTP client per process: a new one loads certificates for 20 ms
 
     def environment(self, problem, seed):
         return Talk()
@@ -75,7 +77,8 @@ class Talks:
     def run_agent(self, problem, client):
         import openai
 
-        policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, timeout=600)
+        self.http = self.http or openai.DefaultHttpxClient(timeout=600)
+        policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, http_client=self.http)
         messages, tokens = list(problem.messages), 0
         for turn in range(RESPONSES):
             # Training needs the log-probs; our endpoint always records them. It derives the same seeds itself.
@@ -158,7 +161,7 @@ def cpu_s(agents: set[int]) -> tuple[float, float]:
 
 
 def measure(way: str, model: str, agents: int, passes: int) -> None:
-    """Print a line per pass except the first."""
+    """Warm up, and then measure a pass for each line of the standard input."""
     with ExitStack() as stack:
         play, pids = vllm(model, agents, stack) if way == "vllm" else ours(way, model, agents, stack)
         for number in range(passes + 1):
@@ -166,52 +169,65 @@ def measure(way: str, model: str, agents: int, passes: int) -> None:
                 Problem(str(n), (question(n),), derive_seed(number, n - number * agents, 0))
                 for n in range(number * agents, (number + 1) * agents)
             ]
+            if number:
+                sys.stdin.readline()
             began, used = time.perf_counter(), cpu_s(pids)
             tokens, digest = play(problems, number)
             seconds, (of_agents, others) = time.perf_counter() - began, np.subtract(cpu_s(pids), used)
             line = {"tokens": tokens, "seconds": seconds, "agents": of_agents, "others": others, "digest": digest}
-            if number:
-                print("PASS", json.dumps(line), flush=True)
+            print("PASS", json.dumps(line), flush=True)
+
+
+def next_pass(process: subprocess.Popen) -> dict:
+    for line in process.stdout:
+        if line.startswith("PASS"):
+            return json.loads(line.removeprefix("PASS"))
+    sys.exit(f"{' '.join(process.args)} ended")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--agents", type=int, default=16, help="episodes at a time")
-    parser.add_argument("--turns", type=int, default=3, help="processes of each way")
-    parser.add_argument("--passes", type=int, default=3, help="of each process")
+    parser.add_argument("--passes", type=int, default=9, help="of each way")
     parser.add_argument("--way", choices=WAYS, help="measure this way in this process (internal)")
     args = parser.parse_args()
     if args.way:
         return measure(args.way, args.model, args.agents, args.passes)
     passes: dict[str, list[dict]] = {way: [] for way in WAYS}
-    for _ in range(args.turns):
+    with ExitStack() as stack:
+        words = ["--model", args.model, "--agents", str(args.agents), "--passes", str(args.passes)]
+        processes = {}
         for way in WAYS:
-            sizes = ["--agents", str(args.agents), "--passes", str(args.passes)]
-            done = subprocess.run(
-                [sys.executable, __file__, "--way", way, "--model", args.model, *sizes],
-                check=True, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            lines = [line for line in done.stdout.splitlines() if line.startswith("PASS")]
-            passes[way] += [json.loads(line.removeprefix("PASS")) for line in lines]
-    digests = [[each["digest"] for each in passes[way]] for way in WAYS[:2]]
-    print(
-        f"{args.model}, {args.agents} agents; environments and endpoint sample equal tokens: {digests[0] == digests[1]}\n"
-    )
+            command = [sys.executable, __file__, "--way", way, *words]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            processes[way] = stack.enter_context(process)
+            next_pass(process)
+        for number in range(args.passes):
+            for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
+                processes[way].stdin.write("\n")
+                processes[way].stdin.flush()
+                passes[way].append(next_pass(processes[way]))
+    same = [each["digest"] for each in passes["environments"]] == [each["digest"] for each in passes["endpoint"]]
+    print(f"{args.model}, {args.agents} agents; environments and endpoint sample equal tokens: {same}\n")
     columns = (
         "way",
         "tokens/s, median (range)",
-        "endpoint relative to it",
+        "endpoint relative to it, by pass: median (quartiles)",
         "tokens/CPU second without agents",
         "CPU s of agents",
     )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    rates = {way: [each["tokens"] / each["seconds"] for each in each_way] for way, each_way in passes.items()}
+    rates = {way: np.array([each["tokens"] / each["seconds"] for each in each_way]) for way, each_way in passes.items()}
     for way, each_way in passes.items():
-        spread = f"{median(rates[way]):.0f} ({min(rates[way]):.0f}-{max(rates[way]):.0f})"
-        per_cpu = median(each["tokens"] / each["others"] for each in each_way)
-        ratio = median(rates["endpoint"]) / median(rates[way])
-        cells = way, spread, f"{ratio:.2f}", f"{per_cpu:.0f}", f"{median(each['agents'] for each in each_way):.1f}"
+        low, middle, high = np.quantile(rates["endpoint"] / rates[way], (0.25, 0.5, 0.75))
+        cells = (
+            way,
+            f"{np.median(rates[way]):.0f} ({min(rates[way]):.0f}-{max(rates[way]):.0f})",
+            f"{middle:.2f} ({low:.2f}-{high:.2f})",
+            f"{median(each['tokens'] / each['others'] for each in each_way):.0f}",
+            f"{median(each['agents'] for each in each_way):.1f}",
+        )
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -6,7 +6,7 @@ SmolLM2-135M-Instruct (`make pretrained`) on the puzzles of `grpo/smollm2`, from
 model by its configs. A run takes about six minutes on two cores, and is then evaluate_model on 512 held-out problems with
 eight samples each. Completed runs are read, not repeated, so a later call continues.
 
-    grpo         `grpo/smollm2` in bfloat16; the arms below add settings to it
+    grpo         `grpo/smollm2`, in bfloat16 where the processor computes in it; the arms below add settings to it
     supervised   equally many minutes of further `warmup_sft`, on new examples
     shuffled     `advantage.rewards=shuffled`: the rewards of each group are permuted at random
     rank R LR    LoRA on all linear layers with alpha 32
@@ -127,7 +127,6 @@ def run(args: argparse.Namespace, arm: str, seed: int, warm: Path) -> dict:
             "--config",
             f"grpo/{args.config}",
             f"model_dir={warm}",
-            "dtype=bfloat16",
             f"max_steps={args.steps}",
             f"seed={seed}",
             *settings.split(),

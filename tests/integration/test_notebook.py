@@ -47,7 +47,7 @@ def test_notebook_tiny_model_trains_with_edited_reward(run, tmp_path):
     printed = run("install", "smollm2")
     tiny = "!tune run grpo_full --config grpo/tiny"
     require_steps(printed, f"{tiny} max_steps=20", 20)
-    require_steps(printed, f"{tiny} task.grader=my_reward.all_right output_dir=runs/tiny/mine max_steps=5", 5)
+    require_steps(printed, f"{tiny} task.grader=my_strict.all_right output_dir=runs/tiny/mine max_steps=5", 5)
     # `all_right` pays 0 or 1, the task's own grader also the fractions between.
     own, edited = (metrics(tmp_path / "runs" / "tiny" / name)[1:] for name in ("grpo", "mine"))
     assert [len(lines) for lines in (own, edited)] == [20, 5]

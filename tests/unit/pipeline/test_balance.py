@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,3 +173,15 @@ def test_pack_stats_match_hand_computed_counts():
     assert (one + one).metrics() == {
         "pack/rows": 4.0, "pack/tokens": 60.0, "pack/labels": 40.0, "pack/rho": 2.0, "pack/efficiency": 0.7,
     }  # fmt: skip
+
+
+def test_partition_places_the_largest_items_first():
+    assert partition([1, 1, 2], 2) == [[0, 1], [2]]
+
+
+def test_context_hashes_are_published_values_of_splitmix64():
+    # The first outputs of the generator with seed 0 are those of the keys 1, 2 and 3.
+    hashes = packing._splitmix64(np.zeros(3, np.int64), np.array([1, 2, 3]))
+    assert hashes.tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    wide = packing._splitmix64(np.zeros(1, np.int64), np.array([2**32 + 2]))
+    assert packing._splitmix64(np.array([1]), np.array([2])) == wide
