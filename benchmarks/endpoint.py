@@ -1,6 +1,6 @@
 """Throughput of agents at the endpoint against environments and against vLLM's own OpenAI server.
 
-    python benchmarks/endpoint.py [--model models/SmolLM2-135M-Instruct] [--agents 16] [--passes 9]
+    python benchmarks/endpoint.py [--model models/SmolLM2-135M-Instruct] [--agents 16] [--passes 12]
 
 All play the same conversations of up to four responses. With "environments" the rollout stage owns the loop, with "endpoint"
 agent processes own it, by the openai package, and "vllm" are the same processes at a server of vLLM. Each way is a process with
@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import psutil
@@ -189,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--agents", type=int, default=16, help="episodes at a time")
-    parser.add_argument("--passes", type=int, default=9, help="of each way")
+    parser.add_argument("--passes", type=int, default=12, help="of each way")
     parser.add_argument("--way", choices=WAYS, help="measure this way in this process (internal)")
     args = parser.parse_args()
     if args.way:
@@ -208,25 +207,37 @@ def main() -> None:
                 processes[way].stdin.write("\n")
                 processes[way].stdin.flush()
                 passes[way].append(next_pass(processes[way]))
+                print(way, passes[way][-1], file=sys.stderr, flush=True)
     same = [each["digest"] for each in passes["environments"]] == [each["digest"] for each in passes["endpoint"]]
     print(f"{args.model}, {args.agents} agents; environments and endpoint sample equal tokens: {same}\n")
     columns = (
         "way",
-        "tokens/s, median (range)",
-        "endpoint relative to it, by pass: median (quartiles)",
+        "tokens/s, all passes (range)",
+        "endpoint relative to it, 95% interval over passes",
         "tokens/CPU second without agents",
-        "CPU s of agents",
+        "CPU s of agents in a pass",
     )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    rates = {way: np.array([each["tokens"] / each["seconds"] for each in each_way]) for way, each_way in passes.items()}
-    for way, each_way in passes.items():
-        low, middle, high = np.quantile(rates["endpoint"] / rates[way], (0.25, 0.5, 0.75))
+    draws = np.random.default_rng(0).integers(args.passes, size=(10_000, args.passes))
+    tokens, seconds, agents, others = (
+        {way: np.array([each[name] for each in each_way]) for way, each_way in passes.items()}
+        for name in ("tokens", "seconds", "agents", "others")
+    )
+    # A way is drawn apart from the others: the answers of a pass, and so its tokens, differ from vLLM's.
+    rates = {
+        way: tokens[way][draws].sum(axis=1) / seconds[way][draws].sum(axis=1)
+        for way, draws in zip(WAYS, (draws, draws[::-1], np.roll(draws, 1, axis=0)), strict=True)
+    }
+    for way in WAYS:
+        rate, each = tokens[way].sum() / seconds[way].sum(), tokens[way] / seconds[way]
+        ratio = tokens["endpoint"].sum() / seconds["endpoint"].sum() / rate
+        low, high = np.quantile(rates["endpoint"] / rates[way], (0.025, 0.975))
         cells = (
             way,
-            f"{np.median(rates[way]):.0f} ({min(rates[way]):.0f}-{max(rates[way]):.0f})",
-            f"{middle:.2f} ({low:.2f}-{high:.2f})",
-            f"{median(each['tokens'] / each['others'] for each in each_way):.0f}",
-            f"{median(each['agents'] for each in each_way):.1f}",
+            f"{rate:.1f} ({each.min():.0f}-{each.max():.0f})",
+            f"{ratio:.2f}" if way == "endpoint" else f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+            f"{tokens[way].sum() / others[way].sum():.1f}",
+            f"{agents[way].mean():.1f}",
         )
         print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -115,6 +115,11 @@ def test_the_dual_clip_leaves_small_positive_advantages_alone():
     assert objective.tolist() == pytest.approx([0.3, 0.125]) and cut.tolist() == [True, False]
 
 
+def test_clip_does_not_count_labels_without_advantage():
+    objective, clipped = clip(torch.tensor([2.0, 0.5]), torch.zeros(2), 0.8, 1.2)
+    assert objective.tolist() == [0.0, 0.0] and clipped.tolist() == [False, False]
+
+
 def test_cispo_clips_the_weight_and_keeps_every_gradient():
     values, gradients, metrics = value_and_gradient(
         PolicyLoss(constraint="cispo", clip_low=0.4, clip_high=0.3), tokens()
