@@ -124,6 +124,7 @@ def test_in_flight_tokens_label_their_sampling_version(tmp_path, model, load):
     require_replayed(run, folder, "grpo_async", *args)
 
 
+@pytest.mark.rest
 def test_replay_with_refills_and_reference_resumes_identically(full_workspace, kl_run):
     require_replayed(kl_run, full_workspace, "grpo_full", *runs.KL)
     for step, groups in stored(kl_run).items():

@@ -131,6 +131,7 @@ def test_ray_bench_process_killed_service_and_actors_end(cluster):
     assert psutil.wait_procs(actors, timeout=20)[1] == []
 
 
+@pytest.mark.rest
 def test_ray_bench_actors_end_with_killed_driver(cluster):
     before = {each.pid for each in cluster.processes()}
     code = f"""

@@ -86,6 +86,7 @@ def test_an_adapter_comes_over_a_published_base(engine):
     assert engine.stats().restarts == restarts
 
 
+@pytest.mark.rest
 def test_adapters_published_in_flight_mark_every_token(engine):
     """Over three publications each token is of the adapter that labels it, exactly, and of no other."""
     engine.publish(tiny_model.build(0).named_parameters(), engine.version + 1)

@@ -89,6 +89,7 @@ def test_grpo_lora_merged_sync_trains_identically(workspace, served, options):
         assert (saved[f"{stem}.weight"].double() - want).abs().max() < 1e-6
 
 
+@pytest.mark.rest
 def test_killed_and_resumed_equals_uninterrupted(workspace, lora_served):
     args = ("output_dir=killed", "resume_from_checkpoint=True", lora_served)
     command = runs.command("grpo_lora", *args, config="lora.yaml")
@@ -147,6 +148,7 @@ def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path, way):
     assert json.loads((tmp_path / way / "checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
 
 
+@pytest.mark.rest
 def test_canary_detects_engine_without_published_adapter(workspace, tmp_path, monkeypatch):
     """With a young adapter: what the engine then samples from differs by less than `max_mismatch`."""
     source = HFModel(workspace / "model")

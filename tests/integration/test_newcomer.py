@@ -32,6 +32,7 @@ def groups(run):
     return [group for _, path in sorted(rollout_paths(run).items()) for group in read_rollouts(path)]
 
 
+@pytest.mark.rest
 def test_newcomer_reward_function_values_are_trained_on(folder):
     run = folder / "runs" / "mine" / "grpo"
     lines = metrics(run)

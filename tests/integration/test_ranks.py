@@ -135,6 +135,7 @@ def start(tmp_path):
         run.end()
 
 
+@pytest.mark.rest
 def test_stopped_rank_ends_the_run(start):
     run = start("train", 3.0)
     stopped, other = run.pid(1), run.pid(0)

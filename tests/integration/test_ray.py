@@ -162,6 +162,7 @@ def require_same(one, other):
     assert runs.metrics(one) == runs.metrics(other)
 
 
+@pytest.mark.rest
 def test_ray_command_weights_equal_run_without_ray(full_workspace, cluster):
     status, text = ray(full_workspace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=placed")
     assert status == 0, text

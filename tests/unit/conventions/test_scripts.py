@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -110,6 +111,15 @@ def test_pretrained_wrong_checksum_leaves_nothing(gemma):
     assert not list(folder.parent.glob(".pretrained*")) and not folder.exists()
 
 
+@pytest.fixture
+def default_hangup():
+    """Restore SIGHUP, which nohup ignores: children would inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("default_hangup")
 @pytest.mark.parametrize("name, status", [("HUP", 129), ("INT", 130), ("TERM", 143)])
 def test_pretrained_signal_leaves_nothing(tmp_path, gemma, name, status):
     program(tmp_path / "env" / "bin" / "sha256sum", f"#!/bin/sh\nkill -{name} $PPID\n")
