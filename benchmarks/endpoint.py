@@ -168,8 +168,8 @@ def measure(way: str, model: str, agents: int, passes: int) -> None:
                 Problem(str(n), (question(n),), derive_seed(number, n - number * agents, 0))
                 for n in range(number * agents, (number + 1) * agents)
             ]
-            if number:
-                sys.stdin.readline()
+            if number and not sys.stdin.readline():
+                return  # the other end is gone
             began, used = time.perf_counter(), cpu_s(pids)
             tokens, digest = play(problems, number)
             seconds, (of_agents, others) = time.perf_counter() - began, np.subtract(cpu_s(pids), used)
@@ -218,16 +218,16 @@ def main() -> None:
         "CPU s of agents in a pass",
     )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    draws = np.random.default_rng(0).integers(args.passes, size=(10_000, args.passes))
     tokens, seconds, agents, others = (
         {way: np.array([each[name] for each in each_way]) for way, each_way in passes.items()}
         for name in ("tokens", "seconds", "agents", "others")
     )
     # A way is drawn apart from the others: the answers of a pass, and so its tokens, differ from vLLM's.
-    rates = {
-        way: tokens[way][draws].sum(axis=1) / seconds[way][draws].sum(axis=1)
-        for way, draws in zip(WAYS, (draws, draws[::-1], np.roll(draws, 1, axis=0)), strict=True)
-    }
+    draw = np.random.default_rng(0)
+    rates = {}
+    for way in WAYS:
+        drawn = draw.integers(args.passes, size=(10_000, args.passes))
+        rates[way] = tokens[way][drawn].sum(axis=1) / seconds[way][drawn].sum(axis=1)
     for way in WAYS:
         rate, each = tokens[way].sum() / seconds[way].sum(), tokens[way] / seconds[way]
         ratio = tokens["endpoint"].sum() / seconds["endpoint"].sum() / rate

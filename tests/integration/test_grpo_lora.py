@@ -148,7 +148,6 @@ def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path, way):
     assert json.loads((tmp_path / way / "checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
 
 
-@pytest.mark.rest
 def test_canary_detects_engine_without_published_adapter(workspace, tmp_path, monkeypatch):
     """With a young adapter: what the engine then samples from differs by less than `max_mismatch`."""
     source = HFModel(workspace / "model")

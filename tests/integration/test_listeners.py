@@ -38,7 +38,6 @@ def test_host_sockets_are_on_network_address():
     assert run("group")["tcp"] == [elsewhere.ADDRESS]
 
 
-@pytest.mark.rest
 def test_an_engine_listens_on_loopback_only(engine):
     assert engine["tcp"], "the engine is said to have process groups, and each of them listens"
     assert all(ip_address(address).is_loopback for address in engine["tcp"]), engine["tcp"]
