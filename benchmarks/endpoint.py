@@ -222,12 +222,9 @@ def main() -> None:
         {way: np.array([each[name] for each in each_way]) for way, each_way in passes.items()}
         for name in ("tokens", "seconds", "agents", "others")
     )
-    # A way is drawn apart from the others: the answers of a pass, and so its tokens, differ from vLLM's.
-    draw = np.random.default_rng(0)
-    rates = {}
-    for way in WAYS:
-        drawn = draw.integers(args.passes, size=(10_000, args.passes))
-        rates[way] = tokens[way][drawn].sum(axis=1) / seconds[way][drawn].sum(axis=1)
+    # Passes are drawn for all ways together: the three of a number have equal problems and follow each other.
+    drawn = np.random.default_rng(0).integers(args.passes, size=(10_000, args.passes))
+    rates = {way: tokens[way][drawn].sum(axis=1) / seconds[way][drawn].sum(axis=1) for way in WAYS}
     for way in WAYS:
         rate, each = tokens[way].sum() / seconds[way].sum(), tokens[way] / seconds[way]
         ratio = tokens["endpoint"].sum() / seconds["endpoint"].sum() / rate

@@ -84,9 +84,12 @@ def from_config(
                 "apply_lora_to_output=False"
             )
         build = partial(family.build_lora, **numbers, **arguments)
-        if quantize_base:
-            _require_nf4(build, list(lora_attn_modules), switches)
-        return build(list(lora_attn_modules), **switches)
+        try:
+            return build(list(lora_attn_modules), **switches)
+        except AssertionError as error:  # raised by torchao
+            if not quantize_base:
+                raise
+            raise _nf4_error(build, list(lora_attn_modules), switches) from error
     if names := [name for name, value in switches.items() if value]:
         raise UsageError(
             f"model.{names[0]}=True without model.lora_attn_modules: the model has no adapters; set "
@@ -95,19 +98,19 @@ def from_config(
     return family.build(**arguments)
 
 
-def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]) -> None:
-    """Raises UsageError if NF4 cannot hold a weight of `build(modules, **switches)`."""
+def _nf4_error(
+    build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]
+) -> UsageError:
+    """Returns the error for weights of `build(modules, **switches)` that NF4 cannot hold."""
 
     def fits_nf4(modules: list[str], switches: dict[str, bool]) -> bool:
         try:
             with torch.device("meta"):
                 build(modules, **switches)
-        except AssertionError:  # raised by torchao
+        except AssertionError:
             return False
         return True
 
-    if fits_nf4(modules, switches):
-        return
     with torch.device("meta"):
         plain = build(modules, **switches | {"quantize_base": False})
     not_nf4_divisible = {
@@ -126,7 +129,7 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
         advice = f"set model.lora_attn_modules=[{', '.join(targets)}]"
         if fewer_switches:
             advice += " model.apply_lora_to_mlp=False"
-    raise UsageError(
+    return UsageError(
         f"model.quantize_base=True: NF4 needs a multiple of {NF4_MULTIPLE} values per weight, which does not hold for "
         f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in not_nf4_divisible.items())}; {advice}"
     )

@@ -32,7 +32,6 @@ from torchtune_ext.sampling.weight_buffer import ADAPTER_ID
 # vLLM also accepts lower case.
 LOG_LEVEL = logging.getLevelNamesMapping().get(os.environ.get("VLLM_LOGGING_LEVEL", "").upper(), logging.WARNING)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-PROCESS_POLL_S = 0.1  # seconds between two checks of the engine's process
 
 
 class Client:
@@ -46,18 +45,16 @@ class Client:
         self.process: Any = None  # the engine's process
         self._tasks: dict[int, asyncio.Task] = {}  # running tasks by message number
         self._disconnected = asyncio.Event()  # set once the trainer's end is closed
+        self._engine_ended = asyncio.Event()
         self._channel = MessageChannel(self._receive, self._disconnected.set)
         self._llm: Any = None
         self._vllm_config: Any = None
 
     async def serve(self) -> None:
-        """Serves requests until the trainer closes its end."""
+        """Serves requests until the trainer closes its end, and reports the end of the engine's process."""
         await asyncio.get_running_loop().create_connection(lambda: self._channel, sock=self.socket)
-        while not self._disconnected.is_set() and not self.is_dead:
-            try:
-                await asyncio.wait_for(self._disconnected.wait(), PROCESS_POLL_S)
-            except TimeoutError:
-                pass
+        ends = [asyncio.ensure_future(event.wait()) for event in (self._disconnected, self._engine_ended)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not self._disconnected.is_set():
             self._channel.send((0, "dead", self.describe_exit()))
             await self._disconnected.wait()  # failing requests still get answers; the trainer ends this process
@@ -131,11 +128,16 @@ class Client:
             raise BackendCrashed(f"its process did not start: {error}{how}") from error
         finally:
             engine_utils.get_mp_context = make_context
+        asyncio.get_running_loop().add_reader(self.process.sentinel, self._on_engine_end)
         # vLLM has added a Prometheus logger, which is unused. Only `_stat_logger` stays.
         self._llm.logger_manager.stat_loggers = self._llm.logger_manager.stat_loggers[:1]
         cache = self._llm.vllm_config.cache_config
         block = cache.block_size
         return (cache.num_gpu_blocks or 0) * block, block, self._llm.model_config.get_vocab_size()
+
+    def _on_engine_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.process.sentinel)
+        self._engine_ended.set()
 
     def _stat_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -210,8 +212,7 @@ class Client:
             raise UsageError(f"vLLM refuses the request: {error}") from error
 
     def _params(self, request: EngineRequest) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         kind = RequestOutputKind.DELTA if request.needs_streaming else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**request.vllm_params(), output_kind=kind, skip_clone=True)
