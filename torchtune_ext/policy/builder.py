@@ -98,9 +98,7 @@ def from_config(
     return family.build(**arguments)
 
 
-def _nf4_error(
-    build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]
-) -> UsageError:
+def _nf4_error(build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]) -> UsageError:
     """Returns the error for weights of `build(modules, **switches)` that NF4 cannot hold."""
 
     def fits_nf4(modules: list[str], switches: dict[str, bool]) -> bool:
