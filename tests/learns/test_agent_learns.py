@@ -1,4 +1,4 @@
-"""SmolLM2-135M learns to use the tool of examples/agents/with_openai.py; 18 minutes for seed 0 on two cores.
+"""SmolLM2-135M learns to use the tool of examples/agents/with_openai.py; 16 to 18 minutes a seed on two cores.
 
 After a short warm-up a few calls are right. The held-out products have other factors.
 """

@@ -54,8 +54,10 @@ class AgentWorker:
 
     def __call__(self, problem: Problem, client: AgentClient) -> tuple[str, Outcome]:
         # A proxy of the environment does not reach an address of this machine.
-        hosts = {urlsplit(client.base_url).hostname or "", *os.environ.get("NO_PROXY", "").split(",")}
-        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(sorted(filter(None, hosts)))
+        excluded = {host for name in ("NO_PROXY", "no_proxy") for host in os.environ.get(name, "").split(",")}
+        if "*" not in excluded:
+            hosts = excluded | {urlsplit(client.base_url).hostname or ""}
+            os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(sorted(filter(None, hosts)))
         value = self.task.run_agent(problem, client)
         outcome = check_outcome(asyncio.run(value) if inspect.iscoroutine(value) else value, "the agent")
         if isinstance(outcome, Ungraded):

@@ -8,14 +8,14 @@ episode becomes a tree (`Completion.parents`).
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Outcome, Ungraded
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Message, Score
@@ -65,7 +65,7 @@ class AgentSession:
         self._by_history: dict[bytes, Response] = {}  # by digest of the messages and the tools
         # Paths of the trained responses that no other response continues.
         self._paths: list[np.ndarray] = []
-        self._packed_tokens = 0  # tokens of these paths, with shared prefixes counted once
+        self._packed_tokens = 0  # of the tree: prompt and `build_tree(...).tokens`
 
     def find_context(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
         """Returns the context of a request.
@@ -101,9 +101,10 @@ class AgentSession:
             used += _new_tokens(ids, paths[:-1])
         return used
 
-    def forget_histories(self) -> None:
-        """Drops what only further requests need."""
+    def finish(self, lost: Collection[str]) -> None:
+        """Drops what only further requests need, and the responses with these ids."""
         self._by_history, self._paths = {}, []
+        self.responses = [response for response in self.responses if response.id not in lost]
 
     def add(
         self,
@@ -141,7 +142,8 @@ class AgentSession:
         self.responses.append(response)
         if is_trained:
             path = response.path
-            self._packed_tokens += _new_tokens(path, self._paths)
+            # As in `build_tree`, contexts share prefixes, and each response is stored as a whole.
+            self._packed_tokens += _new_tokens(response.context, self._paths) + len(completion.tokens)
             self._paths = [other for other in self._paths if common_prefix_len(path, other) < len(other)] + [path]
         self._by_history[_history_digests([*messages, message], tools)[-1]] = response
         return response
@@ -193,16 +195,25 @@ def share_prefix(group: Group, sessions: Sequence[AgentSession]) -> Group:
     return replace(group, prompt_tokens=prompt, samples=samples)
 
 
-def agent_sample(session: AgentSession, prompt: Sequence[int], finish_reason: str, outcome: Outcome) -> Sample:
+def agent_sample(
+    session: AgentSession, prompt: Sequence[int], finish_reason: str, outcome: Outcome, max_tokens: int
+) -> Sample:
     """Returns an episode as a sample. Its completion follows the episode's own first context.
 
     Args:
         prompt: ids of the problem's own messages, which the sample's messages omit.
         finish_reason: why the episode ended.
         outcome: what the agent returned.
+        max_tokens: limit of the run for one response, `sampling.max_tokens`.
     """
-    if finish_reason == "completed" and session.trained and session.trained[-1].completion.finish_reason != "stop":
-        finish_reason = session.trained[-1].completion.finish_reason  # the agent ended after a truncated response
+    if finish_reason == "completed" and session.trained:
+        # The agent ended after a truncated response. A lower limit of the agent's own truncates nothing.
+        last = session.trained[-1].completion
+        if last.finish_reason != "stop" and (last.finish_reason != "length" or len(last.tokens) >= max_tokens):
+            finish_reason = last.finish_reason
+    if isinstance(outcome, Score) and (unknown := outcome.response_rewards.keys() - {r.id for r in session.responses}):
+        cause = f"the agent failed: response_rewards has {min(unknown)!r}, which is not the id of a response it got"
+        finish_reason, outcome = "agent_failed", Ungraded("infra_failed", cause)
     messages: list[Message] = []
     for response in session.trained:
         if not np.array_equal(response.context, prompt):
@@ -311,16 +322,20 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         pass  # the template renders the text
     return {"name": function["name"], "arguments": arguments}
 
 
 def _canonical(message: Message) -> str:
-    """Returns a key that ignores thoughts, ids of calls, the order of keys and white space around texts."""
+    """Returns a key that ignores the order of keys, and what clients change in the policy's messages.
+
+    That is thoughts, names, ids of calls, and white space around texts.
+    """
     calls: Any = message.get("tool_calls") or ()
-    calls = [_function(call) for call in calls]
-    return json.dumps([message["role"], message_text(message.get("content")).strip(), calls], sort_keys=True)
+    calls, name, text = [_function(call) for call in calls], message.get("name"), message_text(message.get("content"))
+    name, text = (None, text.strip()) if message["role"] == "assistant" else (name, text)
+    return json.dumps([message["role"], name, text, calls], sort_keys=True)
 
 
 def _history_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:

@@ -95,7 +95,7 @@ def parse_request(
     if choice not in ("auto", "none"):
         warn("tool_choice", f"tool_choice={choice!r:.80} is not enforced: the policy may answer without a call")
     limits = [fields[key] for key in ("max_tokens", "max_completion_tokens") if key in fields]
-    if wrong := [limit for limit in limits if not isinstance(limit, int) or limit < 1]:
+    if wrong := [limit for limit in limits if type(limit) is not int or limit < 1]:
         raise invalid_request(f"max_tokens={wrong[0]!r:.80}: expected a positive integer")
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
@@ -150,8 +150,9 @@ async def response_events(answer: dict[str, Any], request: ChatRequest) -> Async
     calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls", ()))]
     deltas = [{"role": "assistant"} | {k: message[k] for k in ("reasoning_content", "content") if message.get(k)}]
     deltas += [{"tool_calls": calls}] if calls else []
-    for delta in deltas:
-        one = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+    for number, delta in enumerate(deltas):
+        logprobs = None if number else choice["logprobs"]  # clients append those of all events
+        one = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}
         yield f"data: {json.dumps(head | {'choices': [one]})}\n\n"
     last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     yield f"data: {json.dumps(head | {'choices': [last]})}\n\n"
@@ -163,13 +164,17 @@ async def response_events(answer: dict[str, Any], request: ChatRequest) -> Async
 def make_message(raw: str, request: ChatRequest, completion: Completion) -> tuple[dict[str, Any], str]:
     """Returns the message that the agent gets, and its finish reason."""
     content = strip_thinking(raw)
+    thought = raw[: len(raw) - len(content)]
+    # Nothing follows a stop, no tool call either.
+    cuts = [at for text in request.stop if (at := content.find(text)) >= 0]
+    content = content[: min(cuts, default=len(content))]
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    if (thought := raw[: len(raw) - len(content)]).strip():
+    if thought.strip():
         message["reasoning_content"] = thought.replace("<think>", "").replace("</think>", "").strip("\n")
-    finish_reason = "stop" if completion.finish_reason == "stop" else "length"
+    finish_reason = "stop" if cuts or completion.finish_reason == "stop" else "length"
     if request.tools:
         try:
-            calls = parse_tool_calls(raw)
+            calls = parse_tool_calls(content)
         except ValueError:
             calls = []  # the agent reads the broken call as text
         if calls:
@@ -185,10 +190,6 @@ def make_message(raw: str, request: ChatRequest, completion: Completion) -> tupl
                 for call in calls
             ]
             finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
-    if message["content"] and request.stop:
-        cuts = [at for text in request.stop if (at := message["content"].find(text)) >= 0]
-        if cuts:
-            message["content"], finish_reason = message["content"][: min(cuts)], "stop"
     return message, finish_reason
 
 
@@ -205,7 +206,7 @@ def _check_message(index: int, message: Any) -> None:
     elif not isinstance(content, str) and not (content is None and message["role"] == "assistant"):
         raise invalid_request(f"messages[{index}].content={content!r:.40}: expected a text or a list of text parts")
     calls = message.get("tool_calls") or []
-    for call in calls if isinstance(calls, list) else [calls]:
+    for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid_request(

@@ -61,8 +61,15 @@ ACCEPT_PAUSE_S = 0.2  # before the next attempt if no file descriptor is left
 class Generation:
     """A response in progress. A client's retry attaches to it."""
 
-    task: asyncio.Task
+    task: asyncio.Task[dict[str, Any]]
     clients: int = 0
+    delivered: bool = False  # to a client; the others are not trained on
+    abort: asyncio.TimerHandle | None = None  # waits for a retry
+
+    @property
+    def has_failed(self) -> bool:
+        task = self.task
+        return bool(task.cancelling()) or (task.done() and (task.cancelled() or task.exception() is not None))
 
 
 @dataclass(eq=False)
@@ -85,13 +92,24 @@ class AgentEpisode:
     in_flight: list[tuple[list[int], int]] = field(default_factory=list)
     # Its result is an error of the engine, which ends the run.
     failure: Future[Exception] = field(default_factory=Future)
-    generations: dict[str, Generation] = field(default_factory=dict)  # by digest of the request
+    generations: dict[str, list[Generation]] = field(default_factory=dict)  # by digest of the request
     seeds_used: Counter[int] = field(default_factory=Counter)
 
     @property
     def is_generating(self) -> bool:
         """Whether the agent waits for a response."""
         return bool(self.tasks)
+
+    def retried(self, digest: str) -> Generation | None:
+        """Returns the generation that a client's retry attaches to; None: it needs a new one."""
+        made = self.generations.get(digest, [])
+        if waiting := [each for each in made if not each.has_failed and not each.delivered]:
+            return min(waiting, key=lambda each: each.clients)
+        # Each failed one had a client of its own, which now retries.
+        if failed := [each for each in made if each.has_failed]:
+            made.remove(failed[0])
+            return None
+        return made[-1] if made else None
 
     def seed(self, context: Context) -> int | None:
         """The seed of a request: a function of the problem, the sample and the path."""
@@ -161,8 +179,15 @@ class Endpoint:
             del self._finished[next(iter(self._finished))]
         for task in list(episode.tasks):
             task.cancel()
+        made = [generation for each in episode.generations.values() for generation in each]
+        episode.session.finish(
+            {
+                each.task.result()["id"]
+                for each in made
+                if each.task.done() and not each.has_failed and not each.delivered
+            }
+        )
         episode.generations.clear()
-        episode.session.forget_histories()
 
     def close(self) -> None:
         """Stops the server."""
@@ -255,7 +280,7 @@ class Endpoint:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
 
     def _handle(self, handler):
-        from starlette.requests import Request
+        from starlette.requests import ClientDisconnect, Request
         from starlette.responses import JSONResponse, Response
 
         async def handle(request: Request) -> Response:
@@ -263,6 +288,8 @@ class Endpoint:
                 response = await handler(request)
             except ApiError as error:
                 response = JSONResponse(error.body, error.status, error.headers)
+            except ClientDisconnect:
+                response = Response(status_code=499)  # nobody reads it
             except Exception as error:
                 log.exception("endpoint: a request failed")
                 response = JSONResponse(ApiError(500, "internal_error", str(error)).body, 500)
@@ -274,7 +301,8 @@ class Endpoint:
         return handle
 
     def _authenticate(self, request: Any) -> AgentEpisode:
-        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        key = request.headers.get("authorization", "")
+        key = (key[7:] if key[:7].lower() == "bearer " else key).strip()
         if (episode := self._episodes.get(key)) is not None:
             return episode
         if key in self._finished:
@@ -302,11 +330,10 @@ class Endpoint:
             raise ApiError(401, "episode_finished", "the episode of this key has finished")
         parsed = replace(parsed, is_trained=parsed.is_trained and episode.is_trained)
         digest = hashlib.sha256(body).hexdigest()
-        generation = episode.generations.get(digest) if request.headers.get(RETRY_HEADER, "0") != "0" else None
-        # A retry after an error is a new request.
-        if generation is None or (generation.task.done() and not _has_result(generation.task)):
+        generation = episode.retried(digest) if request.headers.get(RETRY_HEADER, "0") != "0" else None
+        if generation is None:
             generation = Generation(asyncio.create_task(self._respond(episode, parsed, len(body))))
-            episode.generations[digest] = generation
+            episode.generations.setdefault(digest, []).append(generation)
             episode.tasks.add(generation.task)
             generation.task.add_done_callback(episode.tasks.discard)
             generation.task.add_done_callback(mark_retrieved)  # no client may be left for its error
@@ -323,22 +350,21 @@ class Endpoint:
     async def _attach(self, generation: Generation, disconnected: asyncio.Task) -> dict[str, Any]:
         """Waits for a generation. Without a client it is aborted, unless the client retries soon."""
         generation.clients += 1
+        if generation.abort is not None:
+            generation.abort.cancel()
         try:
             await asyncio.wait({generation.task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not generation.task.done():
                 raise ApiError(499, "disconnected", "the client has disconnected")
             if generation.task.cancelled():
                 raise ApiError(401, "episode_finished", "the episode of this key has finished")
-            return generation.task.result()
+            answer = generation.task.result()
+            generation.delivered |= not disconnected.done()
+            return answer
         finally:
             generation.clients -= 1
             if not generation.clients and not generation.task.done():
-
-                def abort() -> None:
-                    if not generation.clients:
-                        generation.task.cancel()
-
-                asyncio.get_running_loop().call_later(RETRY_GRACE_S, abort)
+                generation.abort = asyncio.get_running_loop().call_later(RETRY_GRACE_S, generation.task.cancel)
 
     async def _respond(self, episode: AgentEpisode, request: ChatRequest, size: int) -> dict[str, Any]:
         """Generates one response to a request of `size` bytes and adds it to the episode."""
@@ -489,7 +515,7 @@ async def run_agent(
     # An agent that fails at a limit of the run ends with that limit.
     finish_reason = failure if failure == "agent_timeout" or episode.finish_reason == "completed" else ""
     return await asyncio.to_thread(
-        agent_sample, episode.session, prompt, finish_reason or episode.finish_reason, outcome
+        agent_sample, episode.session, prompt, finish_reason or episode.finish_reason, outcome, sampling.max_tokens
     )
 
 
@@ -514,10 +540,6 @@ def _listen(host: str) -> socket.socket:
             f"agent.host={host!r}: {reason}; expected an IPv4 address or a name of this machine. "
             "Fix: choose one that `ip address` lists, or 127.0.0.1 for agents on this machine"
         ) from None
-
-
-def _has_result(task: asyncio.Task) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def _run_off_loop(size: int, function: Callable[..., T], *args: Any) -> T:

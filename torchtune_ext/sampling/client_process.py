@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.process_env import describe_exit, die_with_parent
 from torchtune_ext.sampling.backend import BackendCrashed, EngineRequest, EngineStepStats
-from torchtune_ext.sampling.child_process import MessageChannel, receive_messages
+from torchtune_ext.sampling.child_process import EXIT_TIMEOUT_S, MessageChannel, receive_messages
 from torchtune_ext.sampling.engine_args import CORES_VARIABLE, engine_args, on_cpu
 from torchtune_ext.sampling.types import Completion, EngineConfig, Priority
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID
@@ -56,6 +57,11 @@ class Client:
         ends = [asyncio.ensure_future(event.wait()) for event in (self._disconnected, self._engine_ended)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not self._disconnected.is_set():
+            # The kernel closes the files of a process before its exit code can be read.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_TIMEOUT_S):
+                    while self.process.is_alive():
+                        await asyncio.sleep(0.01)
             self._channel.send((0, "dead", self.describe_exit()))
             await self._disconnected.wait()  # failing requests still get answers; the trainer ends this process
 

@@ -62,6 +62,13 @@ def test_last_line_without_a_reward_is_named(play, line):
 
 def test_proxy_of_the_environment_is_not_used(play, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("NO_PROXY", "example.org")
-    reason, outcome = play("import os; print(0.5 if os.environ['no_proxy'] == '127.0.0.1,example.org' else 0)")
-    assert (reason, outcome.reward) == ("", 0.5)
+    for name, excluded in (
+        ("NO_PROXY", "127.0.0.1,example.org"),
+        ("no_proxy", "127.0.0.1,example.org"),
+        ("no_proxy", "*"),
+    ):
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.setenv(name, excluded.removeprefix("127.0.0.1,"))
+        reason, outcome = play(f"import os; print(0.5 if os.environ['no_proxy'] == {excluded!r} else 0)")
+        assert (reason, outcome.reward) == ("", 0.5)
+        monkeypatch.delenv(name)

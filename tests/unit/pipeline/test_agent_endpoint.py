@@ -22,9 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.scripted_engine import ASK, ScriptedEngine, completion
+from helpers.scripted_engine import ASK, completion
 from helpers.tiny_runs import write_tiny_model
-from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.agents import AgentConfig, AgentPool
 from torchtune_ext.pipeline import endpoint as endpoint_module
 from torchtune_ext.pipeline.agent_session import AgentSession, agent_sample, build_tree, share_prefix, shared_prompt
@@ -38,37 +37,6 @@ from torchtune_ext.tasks.task import Problem, Score
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # The agents need not import PyTorch with this module.
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return ChatTokenizer(folder)
-
-
-@pytest.fixture
-def engine(tokenizer):
-    engine = ScriptedEngine(tokenizer)
-    yield engine
-    engine.thread.stop()
-
-
-@pytest.fixture
-def open_episode(engine, tokenizer):
-    """Opens an episode at an endpoint with the given settings; returns it and an openai client."""
-    endpoints, responses = [], []
-
-    def open_episode(max_retries=0, **config):
-        endpoint = Endpoint(engine, tokenizer, AgentConfig(**config))
-        endpoints.append(endpoint)
-        episode = engine.open(endpoint, responses.append)
-        episode.endpoint = endpoint
-        return episode, openai.OpenAI(base_url=endpoint.url, api_key=episode.key, max_retries=max_retries)
-
-    yield open_episode
-    for endpoint in endpoints:
-        endpoint.close()
 
 
 def chat(client, messages, **options):
@@ -152,12 +120,12 @@ def test_interleaved_histories_have_two_paths(tokenizer):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: m | {"content": m["content"] + "\n"},
+        lambda m: m | {"content": m["content"] + "\n", "name": "solver"},
         lambda m: {"content": m["content"], "role": "assistant", "tool_calls": m["tool_calls"]},
         lambda m: m | {"tool_calls": [call(arguments='{"b":2,\n "a":1}', id="other")]},
         lambda m: m | {"content": [{"type": "text", "text": m["content"]}]},
     ],
-    ids=["white space", "key order", "arguments and id", "text parts"],
+    ids=["white space and name", "key order", "arguments and id", "text parts"],
 )
 def test_history_matches_despite_client_rewriting(tokenizer, change):
     session, message = AgentSession(tokenizer), {"role": "assistant", "content": "I add.", "tool_calls": [call()]}
@@ -258,6 +226,7 @@ REFUSED = [
     ({"messages": [{"role": "robot", "content": "x"}]}, 400, "robot"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "image_url"),
     ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": True}, 400, "max_tokens=True"),
     ({"messages": [{"role": "user", "content": "long " * 900}]}, 400, "exceed engine.max_model_len=600"),
 ]
 
@@ -297,6 +266,7 @@ BROKEN = {
     "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff"}]}',
     "half a character": USER % r'{"role": "user", "content": "\ud83d"}',
     "calls": USER % '{"role": "assistant", "content": "", "tool_calls": 5}',
+    "call": USER % '{"role": "assistant", "content": "", "tool_calls": {"function": {"name": "x"}}}',
     "name": USER % '{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": [1]}}]}',
     "long role": USER % '{"role": "%s", "content": "x"}' % ("robot" * 1_000_000),
 }
@@ -312,6 +282,13 @@ def test_broken_body_is_an_openai_error(open_episode, body):
         assert answer.status_code in (400, 413) and answer.json()["error"]["type"] == "invalid_request_error"
         assert len(answer.content) < 1000
         assert client.get("/models").status_code == 200
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 9000], ids=["cut", "deep"])
+def test_arguments_without_json_stay_text(engine, open_episode, arguments):
+    _, client = open_episode()
+    called = {"role": "assistant", "content": "", "tool_calls": [call(arguments=arguments)]}
+    assert chat(client, [ASK, called, ASK]).message.content == "ok"
 
 
 def test_unknown_route_names_the_known_ones(open_episode):
@@ -391,29 +368,6 @@ def test_stalled_body_closes_the_connection(open_episode, monkeypatch):
         assert client.recv(1000) == b""
 
 
-def test_retry_attaches_to_first_generation(engine, open_episode):
-    _, client = open_episode(max_retries=1)
-    engine.released.clear()
-    threading.Timer(2.0, engine.released.set).start()
-    choice = chat(client.with_options(timeout=1.0), [ASK])
-    assert choice.message.content == "ok" and len(engine.requests) == 1
-    # Equal requests that are not retries are two responses with two seeds.
-    chat(client, [ASK]), chat(client, [ASK])
-    assert len({request.seed for request in engine.requests}) == 3
-
-
-def test_disconnected_client_drops_its_turn(engine, open_episode, monkeypatch):
-    monkeypatch.setattr(endpoint_module, "RETRY_GRACE_S", 0.2)
-    episode, client = open_episode()
-    engine.released.clear()
-    with pytest.raises(openai.APITimeoutError):
-        chat(client.with_options(timeout=0.5), [ASK])
-    deadline = time.monotonic() + 20
-    while not engine.cancelled and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert engine.cancelled == 1 and not episode.session.responses
-
-
 def test_failed_engine_is_503_and_ends_the_run(engine, open_episode, monkeypatch):
     episode, client = open_episode(max_retries=1)
     pauses = []
@@ -458,7 +412,7 @@ def test_stored_episodes_of_agents_are_restored(tokenizer):
         message = {"role": "assistant", "content": name}
         session.add(name, messages, [], session.find_context(messages, []), turn, name, message, True)
     prompt = tokenizer.prompt_ids([ASK])
-    samples = tuple(agent_sample(each, prompt, "completed", Score(0.5, {"x": 1.0})) for each in (session, empty))
+    samples = tuple(agent_sample(each, prompt, "completed", Score(0.5, {"x": 1.0}), 64) for each in (session, empty))
     group = share_prefix(Group(Problem("p", (ASK,), 3), np.array(prompt, np.int32), samples), [session, empty])
     text = group_to_json(group)
     assert group.samples[0].completion.num_forks == 1 and not len(group.samples[1].completion.tokens)
@@ -506,7 +460,7 @@ def test_only_sampled_turns_get_rewards(tokenizer):
     turn = completion([*tokenizer.encode("yes"), tokenizer.eos_id])
     message = {"role": "assistant", "content": "yes"}
     session.add("a", edited, [], session.find_context(edited, []), turn, "yes", message, True)
-    sample = agent_sample(session, tokenizer.prompt_ids([ASK]), "completed", Score(0.5))
+    sample = agent_sample(session, tokenizer.prompt_ids([ASK]), "completed", Score(0.5), 64)
     assert [reward for _, reward in sample.rated_messages] == [None, None, None, 0.5]
 
 

@@ -124,7 +124,10 @@ def play_group(endpoint, engine, tokenizer, rng, kinds):
             base_url=endpoint.url, headers={"authorization": f"Bearer {episode.key}"}, timeout=30
         ) as client:
             play(client, "policy", rng, kinds)
-        samples.append(agent_sample(episode.session, prompt, "completed", Score(1.0)))
+        samples.append(agent_sample(episode.session, prompt, "completed", Score(1.0), 32))
+        if trained := episode.session.trained:
+            stored = len(trained[0].context) + len(samples[-1].completion.tokens)
+            assert episode.session.packed_size([]) == stored
         untrained += [response for response in episode.session.responses if not response.is_trained]
         engine.call(endpoint.finish, episode)
         episodes.append(episode)
