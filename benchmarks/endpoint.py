@@ -1,11 +1,12 @@
 """Throughput of agents at the endpoint against environments and against vLLM's own OpenAI server.
 
-    python benchmarks/endpoint.py [--model models/SmolLM2-135M-Instruct] [--agents 16] [--passes 12]
+    python benchmarks/endpoint.py [--model models/SmolLM2-135M-Instruct] [--agents 16] [--sets 6] [--passes 6]
 
 All play the same conversations of up to four responses. With "environments" the rollout stage owns the loop, with "endpoint"
 agent processes own it, by the openai package, and "vllm" are the same processes at a server of vLLM. Each way is a process with
-an engine of its own. The three take turns, one pass each, since the speed of a shared machine changes within minutes. Each pass
-has new problems, and the first pass of a process warms up.
+an engine of its own. The three take turns, one pass each, since the speed of a shared machine changes within minutes, and are
+started anew for each set: engines with equal work differ by several percent from process to process. Each pass has new
+problems, and the first pass of a process warms up.
 The seeds of the requests are equal, and the script compares the tokens of "environments" and "endpoint". CPU seconds of the
 agents are apart from the rest: on few cores the agents take their time from the engine.
 """
@@ -159,16 +160,16 @@ def cpu_s(agents: set[int]) -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
-def measure(way: str, model: str, agents: int, passes: int) -> None:
+def measure(way: str, model: str, agents: int, passes: int, first: int) -> None:
     """Warm up, and then measure a pass for each line of the standard input."""
     with ExitStack() as stack:
         play, pids = vllm(model, agents, stack) if way == "vllm" else ours(way, model, agents, stack)
-        for number in range(passes + 1):
+        for number in range(first, first + passes + 1):
             problems = [
                 Problem(str(n), (question(n),), derive_seed(number, n - number * agents, 0))
                 for n in range(number * agents, (number + 1) * agents)
             ]
-            if number and not sys.stdin.readline():
+            if number > first and not sys.stdin.readline():
                 return  # the other end is gone
             began, used = time.perf_counter(), cpu_s(pids)
             tokens, digest = play(problems, number)
@@ -188,42 +189,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--agents", type=int, default=16, help="episodes at a time")
-    parser.add_argument("--passes", type=int, default=12, help="of each way")
+    parser.add_argument("--sets", type=int, default=6, help="processes of each way")
+    parser.add_argument("--passes", type=int, default=6, help="of each process")
     parser.add_argument("--way", choices=WAYS, help="measure this way in this process (internal)")
+    parser.add_argument("--first", type=int, default=0, help="number of its first pass (internal)")
     args = parser.parse_args()
     if args.way:
-        return measure(args.way, args.model, args.agents, args.passes)
+        return measure(args.way, args.model, args.agents, args.passes, args.first)
     passes: dict[str, list[dict]] = {way: [] for way in WAYS}
-    with ExitStack() as stack:
-        words = ["--model", args.model, "--agents", str(args.agents), "--passes", str(args.passes)]
-        processes = {}
-        for way in WAYS:
-            command = [sys.executable, __file__, "--way", way, *words]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            processes[way] = stack.enter_context(process)
-            next_pass(process)
-        for number in range(args.passes):
-            for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
-                processes[way].stdin.write("\n")
-                processes[way].stdin.flush()
-                passes[way].append(next_pass(processes[way]))
-                print(way, passes[way][-1], file=sys.stderr, flush=True)
+    words = ["--model", args.model, "--agents", str(args.agents), "--passes", str(args.passes)]
+    for number in range(args.sets):
+        order = (*WAYS[number % 3 :], *WAYS[: number % 3])
+        with ExitStack() as stack:
+            processes = {}
+            for way in order:
+                first = str(number * (args.passes + 1))
+                command = [sys.executable, __file__, "--way", way, "--first", first, *words]
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                processes[way] = stack.enter_context(process)
+                next_pass(process)
+            for turn in range(args.passes):
+                for way in (*order[turn % 3 :], *order[: turn % 3]):
+                    processes[way].stdin.write("\n")
+                    processes[way].stdin.flush()
+                    passes[way].append(next_pass(processes[way]))
+                    print(way, passes[way][-1], file=sys.stderr, flush=True)
     same = [each["digest"] for each in passes["environments"]] == [each["digest"] for each in passes["endpoint"]]
     print(f"{args.model}, {args.agents} agents; environments and endpoint sample equal tokens: {same}\n")
     columns = (
         "way",
-        "tokens/s, all passes (range)",
-        "endpoint relative to it, 95% interval over passes",
+        "tokens/s (range of the sets)",
+        "endpoint relative to it, 95% interval over sets",
         "tokens/CPU second without agents",
         "CPU s of agents in a pass",
     )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     tokens, seconds, agents, others = (
-        {way: np.array([each[name] for each in each_way]) for way, each_way in passes.items()}
+        {way: np.array([each[name] for each in passes[way]]).reshape(args.sets, -1).sum(axis=1) for way in WAYS}
         for name in ("tokens", "seconds", "agents", "others")
     )
-    # Passes are drawn for all ways together: the three of a number have equal problems and follow each other.
-    drawn = np.random.default_rng(0).integers(args.passes, size=(10_000, args.passes))
+    # Sets are drawn for all ways together: the passes of a set have equal problems and follow each other.
+    drawn = np.random.default_rng(0).integers(args.sets, size=(10_000, args.sets))
     rates = {way: tokens[way][drawn].sum(axis=1) / seconds[way][drawn].sum(axis=1) for way in WAYS}
     for way in WAYS:
         rate, each = tokens[way].sum() / seconds[way].sum(), tokens[way] / seconds[way]
@@ -231,10 +237,10 @@ def main() -> None:
         low, high = np.quantile(rates["endpoint"] / rates[way], (0.025, 0.975))
         cells = (
             way,
-            f"{rate:.1f} ({each.min():.0f}-{each.max():.0f})",
+            f"{rate:.1f} ({each.min():.1f}-{each.max():.1f})",
             f"{ratio:.2f}" if way == "endpoint" else f"{ratio:.2f} ({low:.2f}-{high:.2f})",
             f"{tokens[way].sum() / others[way].sum():.1f}",
-            f"{agents[way].mean():.1f}",
+            f"{agents[way].mean() / args.passes:.1f}",
         )
         print(f"| {' | '.join(cells)} |", flush=True)
 
