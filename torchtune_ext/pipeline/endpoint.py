@@ -289,7 +289,7 @@ class Endpoint:
             except ApiError as error:
                 response = JSONResponse(error.body, error.status, error.headers)
             except ClientDisconnect:
-                response = Response(status_code=499)  # nobody reads it
+                response = Response(status_code=499)
             except Exception as error:
                 log.exception("endpoint: a request failed")
                 response = JSONResponse(ApiError(500, "internal_error", str(error)).body, 500)

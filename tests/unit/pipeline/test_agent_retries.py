@@ -156,7 +156,7 @@ def test_speakers_of_equal_texts_differ(tokenizer):
         assert session.find_context([other, message, ASK], []).extended is None
 
 
-def test_client_that_ends_in_its_body_is_no_error(open_episode, caplog):
+def test_client_ending_in_its_body_logs_nothing(open_episode, caplog):
     episode, _ = open_episode()
     with socket.create_connection(("127.0.0.1", httpx.URL(episode.endpoint.url).port), timeout=20) as client:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: bearer {episode.key}\r\n"
