@@ -5,7 +5,7 @@
 All play the same conversations of up to four responses. With "environments" the rollout stage owns the loop, with "endpoint"
 agent processes own it, by the openai package, and "vllm" are the same processes at a server of vLLM. Each way is a process with
 an engine of its own. The three take turns, one pass each, since the speed of a shared machine changes within minutes, and are
-started anew for each set: engines with equal work differ by several percent from process to process. Each pass has new
+started anew for each set: with equal work, two engines may differ by some percent as long as they live. Each pass has new
 problems, and the first pass of a process warms up.
 The seeds of the requests are equal, and the script compares the tokens of "environments" and "endpoint". CPU seconds of the
 agents are apart from the rest: on few cores the agents take their time from the engine.
