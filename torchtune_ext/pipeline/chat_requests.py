@@ -151,7 +151,7 @@ async def response_events(answer: dict[str, Any], request: ChatRequest) -> Async
     deltas = [{"role": "assistant"} | {k: message[k] for k in ("reasoning_content", "content") if message.get(k)}]
     deltas += [{"tool_calls": calls}] if calls else []
     for number, delta in enumerate(deltas):
-        logprobs = None if number else choice["logprobs"]  # clients append those of all events
+        logprobs = None if number else choice["logprobs"]  # clients concatenate them over the events
         one = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}
         yield f"data: {json.dumps(head | {'choices': [one]})}\n\n"
     last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
